@@ -1,0 +1,147 @@
+// Package harness runs what an end-to-end test needs in one process: simulated
+// engines and a real Caddy with its standard modules, on loopback sockets,
+// leaving nothing behind. The plugin's own module is there if its package is
+// imported too, so tests of any package can use this one.
+package harness
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	_ "github.com/caddyserver/caddy/v2/modules/standard"
+)
+
+// Caddy is the process's running Caddy. There can be one at a time, because
+// Caddy's own state is global; tests that use it can't run in parallel within a
+// package.
+type Caddy struct {
+	Admin string // base URL of its admin endpoint
+
+	dir  string            // all its files
+	home map[string]string // environment to restore
+}
+
+// StartCaddy runs a Caddyfile. Caddy's admin endpoint goes to a free port of
+// its own, its data to a temporary directory, its log to a file there. The
+// sites' addresses are the caller's: see FreeAddr.
+func StartCaddy(caddyfile string) (*Caddy, error) {
+	dir, err := os.MkdirTemp("", "prefix-affinity-")
+	if err != nil {
+		return nil, err
+	}
+	admin, err := FreeAddr()
+	if err != nil {
+		return nil, err
+	}
+	c := &Caddy{Admin: "http://" + admin, dir: dir, home: make(map[string]string)}
+	for _, name := range []string{"XDG_DATA_HOME", "XDG_CONFIG_HOME"} {
+		c.home[name] = os.Getenv(name)
+		if err := os.Setenv(name, dir); err != nil {
+			return nil, err
+		}
+	}
+	config, err := c.Config(caddyfile)
+	if err == nil {
+		err = caddy.Load(config, true)
+	}
+	if err != nil {
+		return nil, errors.Join(err, c.Stop())
+	}
+	return c, nil
+}
+
+// Reload replaces the configuration through the admin endpoint.
+func (c *Caddy) Reload(caddyfile string) error {
+	config, err := c.Config(caddyfile)
+	if err != nil {
+		return err
+	}
+	resp, err := http.Post(c.Admin+"/load", "application/json", bytes.NewReader(config))
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		answer, err := io.ReadAll(resp.Body)
+		return errors.Join(fmt.Errorf("POST /load: %s: %s", resp.Status, answer), err)
+	}
+	return nil
+}
+
+// Config adapts a Caddyfile to the JSON that StartCaddy and Reload load.
+func (c *Caddy) Config(caddyfile string) ([]byte, error) {
+	adapted, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(caddyfile), map[string]any{"filename": "Caddyfile"})
+	if err != nil {
+		return nil, err
+	}
+	var config map[string]any
+	if err := json.Unmarshal(adapted, &config); err != nil {
+		return nil, err
+	}
+	c.contain(config)
+	return json.Marshal(config)
+}
+
+// contain keeps a configuration from touching the machine, where it doesn't
+// say otherwise itself.
+func (c *Caddy) contain(config map[string]any) {
+	admin := object(config, "admin")
+	setDefault(admin, "listen", c.Admin[len("http://"):])
+	object(admin, "config")["persist"] = false
+	setDefault(config, "storage", map[string]any{"module": "file_system", "root": c.dir})
+	setDefault(object(object(object(config, "logging"), "logs"), "default"), "writer",
+		map[string]any{"output": "file", "filename": c.logFile(), "roll": false})
+}
+
+func object(parent map[string]any, key string) map[string]any {
+	setDefault(parent, key, map[string]any{})
+	return parent[key].(map[string]any)
+}
+
+func setDefault(m map[string]any, key string, value any) {
+	if m[key] == nil {
+		m[key] = value
+	}
+}
+
+func (c *Caddy) logFile() string { return filepath.Join(c.dir, "caddy.log") }
+
+// Log returns what Caddy logged so far, a JSON object a line.
+func (c *Caddy) Log() (string, error) {
+	log, err := os.ReadFile(c.logFile())
+	return string(log), err
+}
+
+// Stop ends Caddy and removes its files.
+func (c *Caddy) Stop() error {
+	// Stop alone would leave the admin endpoint up.
+	config := map[string]any{"admin": map[string]any{"disabled": true}}
+	c.contain(config)
+	bare, err := json.Marshal(config)
+	if err == nil {
+		err = caddy.Load(bare, true)
+	}
+	errs := []error{err, caddy.Stop(), os.RemoveAll(c.dir)}
+	for name, value := range c.home {
+		errs = append(errs, os.Setenv(name, value))
+	}
+	return errors.Join(errs...)
+}
+
+// FreeAddr returns a loopback address that nobody listens on.
+func FreeAddr() (string, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	return l.Addr().String(), l.Close()
+}

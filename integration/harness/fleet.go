@@ -1,0 +1,57 @@
+package harness
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/prefix-affinity/caddy/integration/engine"
+)
+
+// Fleet is a set of simulated engines.
+type Fleet []*engine.Engine
+
+// Engines starts n equal engines on free loopback ports. Their answers name
+// them in x-inference-pod: replica-1, replica-2 and so on, unless cfg has a name.
+func Engines(n int, cfg engine.Config) (Fleet, error) {
+	fleet := make(Fleet, 0, n)
+	for i := range n {
+		c := cfg
+		if c.Name == "" {
+			c.Name = fmt.Sprintf("replica-%d", i+1)
+		}
+		e, err := engine.Start("127.0.0.1:0", c)
+		if err != nil {
+			return nil, errors.Join(err, fleet.Close())
+		}
+		fleet = append(fleet, e)
+	}
+	return fleet, nil
+}
+
+// Upstreams lists the engines' addresses as the arguments of reverse_proxy.
+func (f Fleet) Upstreams() string {
+	addrs := make([]string, len(f))
+	for i, e := range f {
+		addrs[i] = e.Addr()
+	}
+	return strings.Join(addrs, " ")
+}
+
+// Stats returns each engine's figures, in the order of the fleet.
+func (f Fleet) Stats() []engine.Stats {
+	stats := make([]engine.Stats, len(f))
+	for i, e := range f {
+		stats[i] = e.Stats()
+	}
+	return stats
+}
+
+// Close ends all engines and waits for them.
+func (f Fleet) Close() error {
+	var errs []error
+	for _, e := range f {
+		errs = append(errs, e.Close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,92 @@
+package harness
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/prefix-affinity/caddy/integration/engine"
+)
+
+func TestHarness(t *testing.T) {
+	fleet, err := Engines(2, engine.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := fleet.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	addr, err := FreeAddr()
+	if err != nil {
+		t.Fatal(err)
+	}
+	site := "http://" + addr + " {\n\t%s\n\treverse_proxy " + fleet.Upstreams() + " {\n\t\tlb_policy round_robin\n\t}\n}\n"
+	c, err := StartCaddy(fmt.Sprintf(site, "header X-Version 1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	stopped := false
+	defer func() {
+		if stopped {
+			return
+		}
+		if err := c.Stop(); err != nil {
+			t.Error(err)
+		}
+	}()
+	get := func(url string) *http.Response {
+		t.Helper()
+		resp, err := http.Get(url)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+			t.Error(err)
+		}
+		if err := resp.Body.Close(); err != nil {
+			t.Error(err)
+		}
+		return resp
+	}
+
+	pods := map[string]bool{}
+	for range 2 {
+		pods[get("http://"+addr+"/health").Header.Get("x-inference-pod")] = true
+	}
+	if !pods["replica-1"] || !pods["replica-2"] {
+		t.Errorf("round_robin reached %v", pods)
+	}
+
+	if err := c.Reload(fmt.Sprintf(site, "header X-Version 2")); err != nil {
+		t.Fatal(err)
+	}
+	if v := get("http://" + addr + "/health").Header.Get("X-Version"); v != "2" {
+		t.Errorf("version %q after the reload", v)
+	}
+	if err := c.Reload("bad {\n\tnonsense\n}\n"); err == nil {
+		t.Error("a bad Caddyfile was loaded")
+	}
+	if resp := get(c.Admin + "/config/"); resp.StatusCode != http.StatusOK {
+		t.Errorf("admin: %s", resp.Status)
+	}
+	if log, err := c.Log(); err != nil || !strings.Contains(log, `"logger":"admin"`) {
+		t.Errorf("log %q, %v", log, err)
+	}
+
+	dir := c.dir
+	stopped = true
+	if err := c.Stop(); err != nil {
+		t.Error(err)
+	}
+	if _, err := http.Get("http://" + addr); err == nil { //nolint:bodyclose // there is none
+		t.Error("the site outlives Stop")
+	}
+	if _, err := os.Stat(dir); !os.IsNotExist(err) {
+		t.Errorf("%s is left: %v", dir, err)
+	}
+}
