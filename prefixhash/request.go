@@ -1,0 +1,125 @@
+package prefixhash
+
+import (
+	"math"
+
+	"github.com/cespare/xxhash/v2"
+)
+
+// keyer makes one key: a body's tape, its chain and scratch memory.
+type keyer struct {
+	tape
+	chain
+
+	fields  fields
+	refs    []ref         // stack of sorted members
+	digest2 xxhash.Digest // of media
+	ignore  ignorer
+	others  uint64 // weight of a batch's other prompts
+}
+
+// Scratch memory up to these sizes is kept between requests; a keyer that grew
+// beyond was needed for a freak body and is left to the collector.
+const (
+	keptNodes = 1 << 16 // 1 MiB
+	keptBytes = 1 << 20
+)
+
+// release drops what refers to a request and reports whether to keep the keyer.
+func (r *keyer) release() bool {
+	r.src, r.blocks, r.explain = nil, nil, nil
+	return cap(r.nodes) <= keptNodes && cap(r.refs) <= keptNodes &&
+		cap(r.keys) <= keptBytes && cap(r.ignore.text) <= keptBytes
+}
+
+// sumInto fills k from body.
+func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bool, scope string) Cause {
+	*k = Key{Blocks: k.Blocks[:0]}
+	if len(body) == 0 {
+		return Empty
+	}
+	if len(body) > maxBody {
+		body, complete = body[:maxBody], false
+	}
+	if !r.parse(body, complete) {
+		return NotJSON
+	}
+	const root ref = 1
+	if r.kind(root) != object {
+		return NoPrompt
+	}
+	r.collect(root)
+	at := endpointOf(path)
+	k.Stream = r.streams(at)
+	if at == noPrompt {
+		k.Bytes = clamp(r.weigh(root))
+		return NotPrompt
+	}
+	k.Session = r.named(h, scope, r.fields[fieldPromptCacheKey])
+	k.Previous = r.previous(h, scope)
+
+	start := seeded(h.config.Seed, "chain", scope)
+	r.begin(start.Sum64(), h.config.BlockBytes, k.Blocks)
+	r.ignore.reset(h.config.Ignore)
+	r.others, r.refs = 0, r.refs[:0]
+	found := r.walk(k.Previous)
+	k.Blocks = r.blocks
+	if !found || len(k.Blocks) == 0 {
+		k.Blocks = k.Blocks[:0]
+		k.Bytes = clamp(r.weigh(root))
+		return NoPrompt
+	}
+	k.Bytes = clamp(r.pos + r.others)
+	k.Judged = complete && !r.ignore.matched && k.Previous == 0 && r.others == 0
+	return Keyed
+}
+
+// clamp makes a weight an int.
+func clamp(weight uint64) int { return int(min(weight, math.MaxInt32)) }
+
+// walk adds preamble and prompt in canonical order and reports whether there
+// is a prompt.
+func (r *keyer) walk(previous uint64) bool {
+	f := &r.fields
+	for i, n := range f[:preambleFields] {
+		if r.has(n) {
+			r.mark(markPreamble)
+			r.writeByte(byte(i))
+			r.json(n, true)
+		}
+	}
+	r.seal()
+	r.documents(f[fieldDocuments])
+	r.tools(f[fieldTools])
+	r.tools(f[fieldFunctions])
+	r.cut()
+	for _, at := range [...]field{fieldPromptTokenIDs, fieldInputIDs, fieldTokenIDs} {
+		if r.has(f[at]) {
+			r.prompts(f[at])
+			r.cut()
+			return true
+		}
+	}
+	switch {
+	case r.has(f[fieldMessages]):
+		return r.conversation(f[fieldSystem], f[fieldMessages], previous)
+	case r.has(f[fieldInput]), previous != 0:
+		return r.conversation(f[fieldInstructions], f[fieldInput], previous)
+	case r.has(f[fieldInputPrefix]), r.has(f[fieldInputSuffix]):
+		r.infill()
+		return true
+	}
+	return r.plain()
+}
+
+// conversation adds a system prompt, the mark of a stored history, and messages.
+func (r *keyer) conversation(system, messages ref, previous uint64) bool {
+	if r.has(system) {
+		r.system(system)
+	}
+	if previous != 0 {
+		r.stored(previous)
+	}
+	r.messages(messages)
+	return r.kind(messages) == text || r.first(messages) != 0
+}
