@@ -1,7 +1,6 @@
 package signal
 
 import (
-	"math"
 	"strconv"
 	"strings"
 
@@ -79,7 +78,7 @@ func (l *Load) addObject(o *fastjson.Object) {
 	}
 	// Visit, unlike Get, sees every one of several equal names.
 	o.Visit(func(name []byte, value *fastjson.Value) {
-		if v, err := value.Float64(); err == nil && v >= 0 && !math.IsInf(v, 1) {
+		if v, err := value.Float64(); err == nil && plausible(v) {
 			l.add(strings.TrimPrefix(string(name), "named_metrics."), v)
 		}
 	})
@@ -111,8 +110,8 @@ func ParseCount(values []string) (float64, bool) {
 	return count, count >= 0
 }
 
-// number reads a decimal number that is finite and not negative. The words and
-// hexadecimal forms that strconv knows are none.
+// number reads a plausible decimal number. The words and hexadecimal forms that
+// strconv knows are none.
 func number(s string) (float64, bool) {
 	s = strings.TrimSpace(s)
 	for i := range len(s) {
@@ -121,5 +120,9 @@ func number(s string) (float64, bool) {
 		}
 	}
 	v, err := strconv.ParseFloat(s, 64)
-	return v, err == nil && v >= 0
+	return v, err == nil && plausible(v)
 }
+
+// plausible says whether v can be a count or a time: a number that isn't
+// negative and keeps sums and products of several finite.
+func plausible(v float64) bool { return v >= 0 && v <= 1e15 }

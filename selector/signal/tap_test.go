@@ -2,200 +2,158 @@ package signal
 
 import (
 	"bytes"
+	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 )
 
-// body is one response body as an engine writes it and what it must tell.
-type body struct {
-	name   string
-	format Format
-	text   string
-	usage  Usage
-	first  int // 0: no output; n: the write that completes the n-th event or line (1-based) is the first with output
-	id     string
-}
-
-func unsaid() Usage { return Usage{PromptTokens: -1, CachedTokens: -1} }
-
-// forged is an answer in which a model writes everything that a tap looks for.
-const forged = `"},"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":5}},"type":"ping","error":1,` +
-	"\n\ndata: {\"usage\":{\"prompt_tokens\":7,\"prompt_tokens_details\":{\"cached_tokens\":5}}}\n\n" +
-	`\"usage\":{\"cached_tokens\":5}\\`
-
-var bodies = []body{
-	{
-		name: "vllm/chat", format: JSON,
-		text:  `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"Hi","tool_calls":[]},"finish_reason":"stop"}],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":{"cached_tokens":64}},"prompt_logprobs":null}`,
-		usage: Usage{100, 64},
-	},
-	{
-		name: "vllm/chat without details", format: JSON,
-		text:  `{"id":"chatcmpl-1","object":"chat.completion","choices":[],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":null}}`,
-		usage: Usage{100, -1},
-	},
-	{
-		name: "vllm/chat stream", format: SSE,
-		text: `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}
-
-data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":"Hi"},"logprobs":null,"finish_reason":null}]}
-
-data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":""},"logprobs":null,"finish_reason":"stop","stop_reason":null}]}
-
-data: {"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":[],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":{"cached_tokens":64}}}
-
-data: [DONE]
-
-`,
-		usage: Usage{100, 64}, first: 2,
-	},
-	{
-		name: "responses/stream", format: SSE,
-		text: `event: response.created
-data: {"type":"response.created","sequence_number":0,"response":{"id":"resp_1","object":"response","status":"in_progress","instructions":"long","output":[],"usage":null}}
-
-event: response.in_progress
-data: {"type":"response.in_progress","sequence_number":1,"response":{"id":"resp_1","object":"response","status":"in_progress","output":[],"usage":null}}
-
-event: response.output_item.added
-data: {"type":"response.output_item.added","output_index":0,"item":{"id":"msg_1","type":"message","status":"in_progress","content":[],"role":"assistant"}}
-
-event: response.output_text.delta
-data: {"type":"response.output_text.delta","item_id":"msg_1","delta":"Hi"}
-
-event: response.completed
-data: {"type":"response.completed","response":{"id":"resp_1","object":"response","usage":{"input_tokens":100,"input_tokens_details":{"cached_tokens":64},"output_tokens":50,"total_tokens":150}}}
-
-`,
-		usage: Usage{100, 64}, first: 4, id: "resp_1",
-	},
-	{
-		name: "anthropic/stream", format: SSE,
-		text: `event: message_start
-data: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant","content":[],"usage":{"input_tokens":36,"cache_read_input_tokens":60,"cache_creation_input_tokens":4,"output_tokens":1}}}
-
-event: content_block_start
-data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}
-
-event: ping
-data: {"type": "ping"}
-
-event: content_block_delta
-data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"Hi"}}
-
-event: message_delta
-data: {"type":"message_delta","delta":{"stop_reason":"end_turn"},"usage":{"output_tokens":15}}
-
-`,
-		usage: Usage{100, 60}, first: 4,
-	},
-	{
-		name: "ollama/stream", format: NDJSON,
-		text: `{"model":"m","message":{"role":"assistant","content":"Hi"},"done":false}
-{"model":"m","message":{"role":"assistant","content":""},"done":true,"prompt_eval_count":100,"prompt_eval_cached_count":64,"eval_count":50}
-`,
-		usage: Usage{100, 64}, first: 1,
-	},
-	{
-		name: "forged/chat", format: JSON,
-		text:  `{"choices":[{"message":{"role":"assistant","content":` + quote(forged) + `}}]}`,
-		usage: unsaid(),
-	},
-	{
-		name: "forged/chat stream", format: SSE,
-		text:  `data: {"choices":[{"index":0,"delta":{"content":` + quote(forged) + `}}]}` + "\n\n",
-		usage: unsaid(), first: 1,
-	},
-}
-
-// quote spells s as a JSON string.
-func quote(s string) string {
-	return `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`, "\n", `\n`).Replace(s) + `"`
-}
-
-// result is everything that a tap tells.
+// result is everything that a Tap tells of a body.
 type result struct {
 	usage Usage
-	first int // bytes written up to and including the write that was the first with output; 0: none
+	first int // bytes passed when Write reported the first output; 0: never
 	id    string
 }
 
-func tapped(f Format, chunks ...[]byte) result {
+// tapped writes a body in pieces.
+func tapped(t *testing.T, f Format, pieces ...[]byte) result {
+	t.Helper()
 	var (
-		t Tap
-		r result
-		n int
+		tap Tap
+		r   result
+		n   int
 	)
-	t.Reset(f)
-	for _, c := range chunks {
-		n += len(c)
-		if t.Write(c) {
+	tap.Reset(f)
+	for _, p := range pieces {
+		n += len(p)
+		if tap.Write(p) {
+			if r.first > 0 {
+				t.Errorf("first output reported after %d bytes and again after %d", r.first, n)
+			}
 			r.first = n
 		}
 	}
-	r.usage, r.id = t.Usage(), string(t.ResponseID())
+	r.usage, r.id = tap.Usage(), string(tap.ResponseID())
 	return r
 }
 
-func (b body) want() result {
+// want is what a Tap tells that gets the body byte by byte: an event with output
+// is complete with its closing brace.
+func (b *body) want() result {
 	r := result{usage: b.usage, id: b.id}
 	if b.first == 0 {
 		return r
 	}
 	separator := "\n\n"
-	if b.format == NDJSON {
+	switch {
+	case b.format == NDJSON:
 		separator = "\n"
+	case strings.Contains(b.text, "\r\n"):
+		separator = "\r\n\r\n"
 	}
 	events := strings.SplitAfter(b.text, separator)
-	r.first = len(strings.Join(events[:b.first], ""))
-	// The event is complete with its closing brace.
-	r.first -= len(separator)
+	r.first = len(strings.Join(events[:b.first], "")) - len(separator)
 	return r
 }
 
+func split(p []byte, n int) [][]byte { return slices.Collect(slices.Chunk(p, n)) }
+
 func TestTap(t *testing.T) {
-	for _, b := range bodies {
+	for i := range bodies {
+		b := &bodies[i]
 		t.Run(b.name, func(t *testing.T) {
-			var single [][]byte
-			for i := range len(b.text) {
-				single = append(single, []byte(b.text[i:i+1]))
-			}
-			if got, want := tapped(b.format, single...), b.want(); got != want {
-				t.Errorf("byte by byte: got %+v, want %+v", got, want)
+			if got, want := tapped(t, b.format, split([]byte(b.text), 1)...), b.want(); got != want {
+				t.Errorf("got %+v, want %+v", got, want)
 			}
 		})
 	}
 }
 
-func TestTapAnySplit(t *testing.T) {
-	for _, b := range bodies {
+// However a body is cut, the Tap tells the same, and of the first output with
+// the write that completes it.
+func TestTapCut(t *testing.T) {
+	for i := range bodies {
+		b := &bodies[i]
 		t.Run(b.name, func(t *testing.T) {
 			text := []byte(b.text)
-			want := b.want()
-			for i := range text {
-				got := tapped(b.format, text[:i], text[i:])
-				wantFirst := 0
+			cuts := make([]int, 0, len(text))
+			for cut := range text {
+				if len(text) < 4<<10 || cut < 1<<10 || cut > len(text)-1<<10 {
+					cuts = append(cuts, cut)
+				}
+			}
+			for _, cut := range cuts {
+				want := b.want()
 				if want.first > 0 {
-					wantFirst = len(text)
-					if i >= want.first {
-						wantFirst = i
+					whole := want.first
+					want.first = len(text)
+					if cut >= whole {
+						want.first = cut
 					}
 				}
-				if got != (result{want.usage, wantFirst, want.id}) {
-					t.Fatalf("cut at %d: got %+v, want %+v, first after %d", i, got, want, wantFirst)
+				if got := tapped(t, b.format, text[:cut], text[cut:]); got != want {
+					t.Fatalf("cut at %d: got %+v, want %+v", cut, got, want)
+				}
+			}
+			random := rand.New(rand.NewPCG(1, uint64(len(text))))
+			for range 50 {
+				var pieces [][]byte
+				for rest := text; len(rest) > 0; {
+					n := min(1+random.IntN(40), len(rest))
+					pieces = append(pieces, rest[:n])
+					rest = rest[n:]
+				}
+				got, want := tapped(t, b.format, pieces...), b.want()
+				if want.first > 0 {
+					for end, n := 0, 0; n < len(pieces); n++ {
+						if end += len(pieces[n]); end >= want.first {
+							want.first = end
+							break
+						}
+					}
+				}
+				if got != want {
+					t.Fatalf("got %+v, want %+v", got, want)
 				}
 			}
 		})
+	}
+}
+
+// The id is there as soon as it was read, so that a stream's next turn can be
+// routed while the stream still runs.
+func TestTapResponseIDEarly(t *testing.T) {
+	var tap Tap
+	tap.Reset(SSE)
+	tap.Write([]byte(`data: {"type":"response.created","response":{"id":"resp_1"`))
+	if id := tap.ResponseID(); string(id) != "resp_1" {
+		t.Errorf("got %q, want %q", id, "resp_1")
+	}
+}
+
+func TestTapReset(t *testing.T) {
+	var tap Tap
+	for range 2 {
+		for i := range bodies {
+			b := &bodies[i]
+			tap.Reset(b.format)
+			first := tap.Write([]byte(b.text))
+			if tap.Usage() != b.usage || string(tap.ResponseID()) != b.id || first != (b.first > 0) {
+				t.Errorf("%s: %+v, %q, %v", b.name, tap.Usage(), tap.ResponseID(), first)
+			}
+		}
 	}
 }
 
 func TestTapAllocatesNothing(t *testing.T) {
-	for _, b := range bodies {
+	tap := new(Tap)
+	for i := range bodies {
+		b := &bodies[i]
 		text := []byte(b.text)
-		tap := new(Tap)
-		if n := testing.AllocsPerRun(100, func() {
+		if n := testing.AllocsPerRun(10, func() {
 			tap.Reset(b.format)
-			for chunk := range chunks(text, 7) {
+			for chunk := range slices.Chunk(text, 7) {
 				tap.Write(chunk)
 			}
 			_ = tap.Usage()
@@ -204,33 +162,49 @@ func TestTapAllocatesNothing(t *testing.T) {
 			t.Errorf("%s: %v allocations", b.name, n)
 		}
 	}
+	if size := unsafe.Sizeof(*tap); size > 1<<10 {
+		t.Errorf("a Tap has %d bytes, want at most 1024", size)
+	}
 }
 
-// chunks cuts p into pieces of n bytes.
-func chunks(p []byte, n int) func(yield func([]byte) bool) {
-	return func(yield func([]byte) bool) {
-		for len(p) > 0 {
-			c := p[:min(n, len(p))]
-			p = p[len(c):]
-			if !yield(c) {
-				return
-			}
+func TestFormatOf(t *testing.T) {
+	for _, c := range []struct {
+		contentType string
+		want        Format
+	}{
+		{"application/json", JSON},
+		{"Application/JSON; charset=utf-8", JSON},
+		{"text/event-stream", SSE},
+		{" text/event-stream ;charset=utf-8", SSE},
+		{"application/x-ndjson", NDJSON},
+		{"application/ndjson", NDJSON},
+		{"", None},
+		{"text/html", None},
+		{"application/jsonp", None},
+		{"application/octet-stream; x=application/json", None},
+	} {
+		if got := FormatOf(c.contentType); got != c.want {
+			t.Errorf("FormatOf(%q) = %v, want %v", c.contentType, got, c.want)
 		}
 	}
 }
 
+// A stream of what 100 users read, and one long answer full of quotes.
 func BenchmarkTap(b *testing.B) {
-	streamed := bytes.Repeat([]byte(`data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1764460800,"model":"meta-llama/Llama-3.1-8B-Instruct","choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}`+"\n\n"), 4000)
-	whole := []byte(`{"id":"chatcmpl-1","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":` + quote(strings.Repeat("A line of an answer with a \"quote\" in it.\n", 25000)) + `}}],"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":64}}}`)
+	const event = `data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1764460800,"model":"meta-llama/Llama-3.1-8B-Instruct","choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null}]}` + "\n\n"
+	stream := bytes.Repeat([]byte(event), 4000)
+	answer := []byte(`{"id":"chatcmpl-1","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":` + quote(strings.Repeat("A line of an answer with a \"quote\" in it.\n", 25000)) + `}}],"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":64}}}`)
+	vector := []byte(`{"object":"list","data":[{"embedding":[` + strings.Repeat("0.0123456789,", 80000) + `0]}],"usage":{"prompt_tokens":100}}`)
 	for _, c := range []struct {
 		name   string
 		format Format
 		text   []byte
 		chunk  int
 	}{
-		{"sse/event", SSE, streamed, len(streamed) / 4000},
-		{"sse/32k", SSE, streamed, 32 << 10},
-		{"json/32k", JSON, whole, 32 << 10},
+		{"sse/event by event", SSE, stream, len(event)},
+		{"sse/32k", SSE, stream, 32 << 10},
+		{"json/32k", JSON, answer, 32 << 10},
+		{"embedding/32k", JSON, vector, 32 << 10},
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			b.SetBytes(int64(len(c.text)))
@@ -238,7 +212,7 @@ func BenchmarkTap(b *testing.B) {
 			tap := new(Tap)
 			for b.Loop() {
 				tap.Reset(c.format)
-				for chunk := range chunks(c.text, c.chunk) {
+				for chunk := range slices.Chunk(c.text, c.chunk) {
 					tap.Write(chunk)
 				}
 			}
@@ -247,7 +221,7 @@ func BenchmarkTap(b *testing.B) {
 			b.SetBytes(int64(len(c.text)))
 			dst := make([]byte, c.chunk)
 			for b.Loop() {
-				for chunk := range chunks(c.text, c.chunk) {
+				for chunk := range slices.Chunk(c.text, c.chunk) {
 					copy(dst, chunk)
 				}
 			}
