@@ -1,7 +1,7 @@
 // Package signal reads what LLM engines say about themselves and about the
 // prompts they were sent: load reports in response headers (ParseORCA,
-// ParseCount), and token counts and the moment of the first output in response
-// bodies (Tap).
+// ParseCount), token counts and the moment of the first output in response
+// bodies (Tap), and the engine's own Prometheus text (ParseMetrics).
 //
 // Guarantees:
 //   - A figure that was not said is not zero. Engines leave a count out where
