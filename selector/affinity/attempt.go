@@ -1,0 +1,179 @@
+package affinity
+
+import (
+	"sync"
+	"time"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// An Attempt is one try of one request on one replica. The replica's account
+// and index have it from the moment it was routed; what is seen of the response
+// must be told by its methods, and at last Finish. They may come from any
+// goroutine, in any order and more than once.
+type Attempt struct {
+	replica  *Replica
+	table    *table // nil: no key
+	prompt   float64
+	uncached float64
+	sent     time.Time
+
+	// Guarded by Fleet.mu.
+	prev, next *Attempt // in the replica's queue
+	queued     bool     // no output yet
+	blind      bool     // its first output won't be seen
+	confirmed  bool
+	ended      bool
+
+	// Guarded by Replica.mu.
+	slot, gen  uint32              // its run; slot 0: none
+	chain      []prefixhash.Block  // while provisional
+	buffer     *[]prefixhash.Block // that chain is kept in
+	place      int                 // among the provisional ones
+	known      []expectation       // what the index knew when it was sent
+	first      [4]expectation      // space for most
+	judged     bool                // what the engine reports is evidence
+	generation uint32
+}
+
+// chains holds buffers for the chains of provisional attempts.
+var chains = sync.Pool{New: func() any { return new([]prefixhash.Block) }}
+
+func (a *Attempt) keep(chain []prefixhash.Block) {
+	a.buffer = chains.Get().(*[]prefixhash.Block)
+	*a.buffer = append((*a.buffer)[:0], chain...)
+	a.chain = *a.buffer
+}
+
+func (a *Attempt) drop() {
+	chains.Put(a.buffer)
+	a.chain, a.buffer = nil, nil
+}
+
+// Replica returns where the attempt goes.
+func (a *Attempt) Replica() *Replica { return a.replica }
+
+// Confirm takes in the headers of a 2xx: the replica has the prompt. stream
+// says whether a first output will be seen; if not, the prefill counts as done
+// when it should be.
+func (a *Attempt) Confirm(now time.Time, stream bool) {
+	f := a.replica.fleet
+	f.mu.Lock()
+	fresh := !a.confirmed && !a.ended
+	if fresh {
+		a.confirmed = true
+		if a.queued {
+			a.see(stream)
+		}
+	}
+	f.mu.Unlock()
+	if !fresh || a.table == nil {
+		return
+	}
+	a.replica.mu.Lock()
+	a.replica.confirm(a)
+	a.replica.mu.Unlock()
+}
+
+// see notes whether the first output of a queued attempt will be seen.
+func (a *Attempt) see(stream bool) {
+	if a.blind == !stream {
+		return
+	}
+	a.blind = !stream
+	if a.blind {
+		a.replica.fleet.blind.Add(1)
+	} else {
+		a.replica.fleet.blind.Add(-1)
+	}
+}
+
+// FirstOutput takes in that the first output of a stream has come: the prefill
+// is over.
+func (a *Attempt) FirstOutput(now time.Time) {
+	f := a.replica.fleet
+	var buf [8]*Attempt
+	var passed []*Attempt
+	f.mu.Lock()
+	if a.queued {
+		a.see(true)
+		passed = a.replica.load.output(a.replica.group.Load(), a, now, buf[:0])
+	}
+	f.mu.Unlock()
+	a.replica.run(passed)
+}
+
+// Report takes in how many prompt tokens the engine counted, and how many of
+// them it had cached. promptTokens < 0: not said, the own estimate counts.
+func (a *Attempt) Report(promptTokens, cachedTokens int) {
+	r := a.replica
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !a.judged || a.generation != r.generation || promptTokens == 0 || cachedTokens < 0 {
+		return
+	}
+	a.judged = false
+	of := float64(promptTokens)
+	if promptTokens < 0 {
+		of = a.prompt
+	}
+	r.judge(a, min(float64(cachedTokens)/of, 1))
+}
+
+// Finish takes in how the attempt ended. A replica that refused it, or whose
+// connection failed, counts as having its work queued for retryAfter, or for
+// 2 s where that is 0.
+func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
+	r := a.replica
+	var buf [8]*Attempt
+	var passed []*Attempt
+	r.fleet.mu.Lock()
+	if a.ended {
+		r.fleet.mu.Unlock()
+		return
+	}
+	a.ended = true
+	l := &r.load
+	switch {
+	case a.queued && a.blind && o == Served:
+		passed = l.output(r.group.Load(), a, now, buf[:0])
+	case a.queued:
+		if l.first == a {
+			l.since, l.clear = now, false
+		}
+		l.dequeue(a)
+	}
+	l.leave(a)
+	if o == Lost || o == Refused {
+		l.punish(a.prompt, now, retryAfter)
+	}
+	stays := a.confirmed || o == Served
+	r.fleet.mu.Unlock()
+
+	r.run(passed)
+	if a.table == nil {
+		return
+	}
+	r.mu.Lock()
+	if stays {
+		r.confirm(a)
+		r.end(a)
+	} else {
+		r.withdraw(a)
+	}
+	r.mu.Unlock()
+}
+
+// run moves requests whose prefill is over on in the replica's order.
+func (r *Replica) run(passed []*Attempt) {
+	if len(passed) == 0 {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, a := range passed {
+		if r.owns(a) && r.order.runs[a.slot].phase == waiting {
+			r.order.enter(a.slot, running)
+		}
+	}
+}

@@ -1,0 +1,163 @@
+package affinity
+
+import (
+	"maps"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// forgetAfter is how long a replica that serves nothing is remembered.
+const forgetAfter = time.Hour
+
+// A Fleet keeps what is known of every replica of the process by its address:
+// load, speed, capacity. It outlives the policies that use it.
+type Fleet struct {
+	mu       sync.Mutex // guards the load accounts
+	replicas atomic.Pointer[map[string]*Replica]
+	grow     sync.Mutex // serialises changes of replicas
+	serial   uint32
+	swept    time.Time
+	gone     atomic.Uint32 // counts sweeps that forgot something
+	blind    atomic.Int32  // attempts whose first output will not be seen
+}
+
+// NewFleet returns a fleet that knows nobody.
+func NewFleet() *Fleet {
+	f := &Fleet{}
+	f.replicas.Store(&map[string]*Replica{})
+	return f
+}
+
+// Replica returns the replica at an address. Callers ask again for every
+// request: a replica that served nothing for an hour is forgotten.
+func (f *Fleet) Replica(addr string) *Replica {
+	if r := (*f.replicas.Load())[addr]; r != nil {
+		return r
+	}
+	f.grow.Lock()
+	defer f.grow.Unlock()
+	old := *f.replicas.Load()
+	if r := old[addr]; r != nil {
+		return r
+	}
+	f.serial++
+	r := &Replica{addr: addr, place: mixString(addr), serial: f.serial, fleet: f, fits: voteBins, capacity: unlimited}
+	next := make(map[string]*Replica, len(old)+1)
+	maps.Copy(next, old)
+	next[addr] = r
+	f.replicas.Store(&next)
+	return r
+}
+
+// Find returns the replica at an address, or nil if it is not known.
+func (f *Fleet) Find(addr string) *Replica { return (*f.replicas.Load())[addr] }
+
+// Snapshot returns what is known of all replicas, by address.
+func (f *Fleet) Snapshot(now time.Time) []ReplicaState {
+	all := *f.replicas.Load()
+	states := make([]ReplicaState, 0, len(all))
+	for _, addr := range slices.Sorted(maps.Keys(all)) {
+		states = append(states, all[addr].Snapshot(now))
+	}
+	return states
+}
+
+// sweep forgets the replicas that nobody used for long. f.mu is held.
+func (f *Fleet) sweep(now time.Time) {
+	if now.Sub(f.swept) < forgetAfter/6 {
+		return
+	}
+	f.swept = now
+	f.grow.Lock()
+	defer f.grow.Unlock()
+	old := *f.replicas.Load()
+	next := make(map[string]*Replica, len(old))
+	for addr, r := range old {
+		if r.load.inFlight > 0 || r.load.used.IsZero() || now.Sub(r.load.used) < forgetAfter {
+			next[addr] = r
+			continue
+		}
+		r.gone.Store(true)
+	}
+	if len(next) < len(old) {
+		f.replicas.Store(&next)
+		f.gone.Add(1)
+	}
+}
+
+// advance lets time pass for the requests whose first output can't be seen.
+func (f *Fleet) advance(now time.Time, cands []Candidate) {
+	var buf [8]*Attempt
+	for i := range cands {
+		r := cands[i].Replica
+		f.mu.Lock()
+		passed := buf[:0]
+		if g := r.group.Load(); g != nil {
+			passed = r.load.advance(g, now, passed)
+		}
+		f.mu.Unlock()
+		r.run(passed)
+	}
+}
+
+// A group is the replicas that have been candidates together: they serve the
+// same models, so what one teaches says something of the others.
+type group struct {
+	speed speed   // of all of them; guarded by Fleet.mu
+	clock float64 // uncached tokens given to a replica, on average; Fleet.mu
+	mean  float64 // uncached tokens of a request lately; Fleet.mu
+
+	mu   sync.Mutex
+	vote vote
+}
+
+// join puts the candidates into one group. f.mu is held.
+func (f *Fleet) join(cands []Candidate) *group {
+	var g *group
+	for i := range cands {
+		if h := cands[i].Replica.group.Load(); h != nil {
+			g = h
+			break
+		}
+	}
+	fresh := 0
+	fill := 0.0
+	for i := range cands {
+		if r := cands[i].Replica; r.group.Load() == nil {
+			fresh++
+		} else {
+			fill += r.load.filled(r.group.Load(), r.limit())
+		}
+	}
+	if g == nil {
+		g = &group{}
+	}
+	if fresh == 0 {
+		return g
+	}
+	for i := range cands {
+		if r := cands[i].Replica; r.group.CompareAndSwap(nil, g) && fresh < len(cands) {
+			// A newcomer would get everything that is cold until it has caught up.
+			r.load.fill, r.load.filledAt = fill/float64(len(cands)-fresh), g.clock
+		}
+	}
+	return g
+}
+
+// mixString and mix are for placing only: they need to spread, not to withstand.
+func mixString(s string) uint64 {
+	h := uint64(14695981039346656037) // FNV-1a
+	for i := range len(s) {
+		h = (h ^ uint64(s[i])) * 1099511628211
+	}
+	return mix(h)
+}
+
+func mix(x uint64) uint64 { // splitmix64
+	x += 0x9e3779b97f4a7c15
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
+}

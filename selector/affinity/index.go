@@ -1,0 +1,279 @@
+package affinity
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// An Index knows which replica holds which prompt prefix, for prompts that are
+// hashed alike.
+type Index struct {
+	fleet    *Fleet
+	bound    atomic.Int64 // blocks, over all replicas
+	tables   atomic.Pointer[map[*Replica]*table]
+	grow     sync.Mutex    // serialises changes of tables
+	gone     atomic.Uint32 // of the fleet, when tables were last cleared of them
+	turns    atomic.Uint64
+	sessions sessions
+	// stripes let prompts that start alike be decided one after the other, so
+	// that the siblings of a burst see each other, while others don't wait.
+	stripes [64]sync.Mutex
+}
+
+// NewIndex returns an empty index of at most maxBlocks blocks over all replicas.
+func NewIndex(f *Fleet, maxBlocks int) *Index {
+	x := &Index{fleet: f}
+	x.bound.Store(int64(maxBlocks))
+	x.tables.Store(&map[*Replica]*table{})
+	return x
+}
+
+// Require raises the index's bound to maxBlocks, if it is less.
+func (x *Index) Require(maxBlocks int) {
+	for {
+		old := x.bound.Load()
+		if int64(maxBlocks) <= old || x.bound.CompareAndSwap(old, int64(maxBlocks)) {
+			return
+		}
+	}
+}
+
+// table returns a replica's part of the index.
+func (x *Index) table(r *Replica) *table {
+	if t := (*x.tables.Load())[r]; t != nil {
+		return t
+	}
+	x.grow.Lock()
+	defer x.grow.Unlock()
+	if t := (*x.tables.Load())[r]; t != nil {
+		return t
+	}
+	t := newTable()
+	x.change(r, t)
+	return t
+}
+
+// change drops the tables of replicas that are gone, and adds one.
+func (x *Index) change(r *Replica, t *table) {
+	x.gone.Store(x.fleet.gone.Load())
+	old := *x.tables.Load()
+	next := make(map[*Replica]*table, len(old)+1)
+	for r, t := range old {
+		if !r.gone.Load() {
+			next[r] = t
+		}
+	}
+	if r != nil {
+		next[r] = t
+	}
+	x.tables.Store(&next)
+}
+
+// scratch is what a decision needs for a moment.
+type scratch struct {
+	views []view
+	spans []span
+}
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}
+
+// Route chooses a replica for a request and takes the request into its account
+// at once, so that simultaneous requests see each other.
+//
+// A nil key, or one without blocks, is no prompt to go by: the replica with the
+// fewest requests in flight has it. fallback, if not nil, chooses for requests
+// that no match decides (cold, overflow, no_key; unhealthy where no other match
+// is worth following); it is given the own choice and returns an index into
+// cands, or -1 to leave it at that. No lock is held while it runs.
+//
+// The attempt is nil if no candidate is available. key is not kept.
+func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rule *Rule, fallback func(Choice) int) (Choice, *Attempt) {
+	if len(cands) == 0 {
+		return Choice{Candidate: -1, Holder: -1}, nil
+	}
+	f := x.fleet
+	if key == nil {
+		key = &prefixhash.Key{Stream: true}
+	}
+	if x.fleet.blind.Load() > 0 {
+		f.advance(now, cands)
+	}
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	minMatch := uint32(max(rule.MinMatchTokens, 1) * BytesPerToken)
+
+	chain := key.Blocks
+	var stripe *sync.Mutex
+	if len(chain) > 0 {
+		stripe = &x.stripes[chain[0].Hash%uint64(len(x.stripes))]
+		stripe.Lock()
+	}
+	x.look(s, chain, cands, rule)
+	views := s.views
+	session := find(views, x.sessions.get(key.Session))
+	previous := x.sessions.get(key.Previous)
+	stored := find(views, previous)
+	admit(views, cands, minMatch, session, stored)
+
+	f.mu.Lock()
+	g := f.join(cands)
+	for i := range views {
+		views[i].inFlight = max(views[i].r.load.inFlight, cands[i].InFlight)
+	}
+	prompt := float64(key.Bytes) / BytesPerToken
+	choice := x.choose(views, g, key, rule, minMatch, prompt, session, stored, now)
+	if previous != 0 && stored != choice.Candidate && choice.Candidate >= 0 {
+		choice.Reason = Unhealthy // what the request continues is out of reach
+	}
+	if choice.Candidate < 0 {
+		f.mu.Unlock()
+		if stripe != nil {
+			stripe.Unlock()
+		}
+		return choice, nil
+	}
+	if fallback != nil && undecided(choice, rule) {
+		f.mu.Unlock()
+		if stripe != nil {
+			stripe.Unlock()
+			stripe = nil
+		}
+		if c := fallback(choice); c >= 0 && c < len(cands) && cands[c].State != Unavailable {
+			choice.Candidate = c
+			choice.MatchedTokens = int(views[c].matched / BytesPerToken)
+		}
+		f.mu.Lock()
+	}
+	v := &views[choice.Candidate]
+	a := &Attempt{
+		replica: v.r, prompt: prompt, uncached: uncached(prompt, v.matched), sent: now,
+		blind: !key.Stream, judged: key.Judged && len(chain) > 0,
+	}
+	a.known = a.first[:0]
+	v.r.load.enqueue(a, now)
+	v.r.load.give(v.r.group.Load(), a.uncached, v.r.limit(), len(cands))
+	if len(chain) == 0 {
+		v.r.load.turn = x.turns.Add(1)
+	}
+	f.sweep(now)
+	f.mu.Unlock()
+
+	if len(chain) > 0 {
+		a.table = x.table(v.r)
+		limit := int(x.bound.Load()) / len(*x.tables.Load())
+		v.r.mu.Lock()
+		a.generation = v.r.generation
+		v.r.send(a.table, a, chain, v.blocks, limit, s.spans[:0])
+		v.r.mu.Unlock()
+	}
+	if stripe != nil {
+		stripe.Unlock()
+	}
+	x.sessions.set(key.Session, v.r.serial)
+	return choice, a
+}
+
+// look finds what each candidate is believed to hold of a chain.
+func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, rule *Rule) {
+	if x.fleet.gone.Load() != x.gone.Load() {
+		x.grow.Lock()
+		x.change(nil, nil)
+		x.grow.Unlock()
+	}
+	s.views = s.views[:0]
+	guess := 0
+	for i := range cands {
+		v := view{r: cands[i].Replica}
+		if len(chain) > 0 {
+			t := x.table(v.r)
+			v.r.mu.Lock()
+			v.r.tell(int64(rule.CapacityTokens) * BytesPerToken)
+			s.spans = t.spans(s.spans, &v.r.order, chain, guess)
+			v.matched = match(s.spans, chain, v.r.capacity)
+			v.r.mu.Unlock()
+			v.blocks = known(s.spans)
+			if v.blocks > 1 {
+				guess = v.blocks // replicas often hold the same system prompt
+			}
+		}
+		s.views = append(s.views, v)
+	}
+}
+
+// choose applies the rule. Fleet.mu is held.
+func (x *Index) choose(views []view, g *group, key *prefixhash.Key, rule *Rule, minMatch uint32, prompt float64, session, stored int, now time.Time) Choice {
+	c := Choice{PromptTokens: int(prompt), Holder: -1}
+	switch {
+	case stored >= 0 && views[stored].usable:
+		c.Candidate, c.Reason = stored, Session
+	case len(key.Blocks) == 0 && session >= 0 && spare(views, session):
+		c.Candidate, c.Reason = session, Session
+	case len(key.Blocks) == 0:
+		c.Candidate, c.Reason = idlest(views), NoKey
+	default:
+		weigh(views, g, rule, prompt, !key.Stream, now)
+		tie := func(i int) float64 { return views[i].r.load.filled(views[i].r.group.Load(), views[i].r.limit()) }
+		if rule.Rendezvous {
+			hash := unknown(key.Blocks, views)
+			tie = func(i int) float64 { return rendezvous(hash, views[i].r) }
+		}
+		c.Candidate = least(views, g, minMatch, session, tie)
+		if c.Candidate < 0 {
+			break
+		}
+		if c.Reason = reason(views, c.Candidate, longest(views, c.Candidate), minMatch); c.Reason == Cold && c.Candidate == session {
+			c.Reason = Session
+		}
+	}
+	if c.Holder = longest(views, c.Candidate); c.Holder >= 0 {
+		c.HolderTokens = int(views[c.Holder].matched / BytesPerToken)
+	}
+	if c.Candidate >= 0 {
+		c.MatchedTokens = int(views[c.Candidate].matched / BytesPerToken)
+	}
+	return c
+}
+
+// undecided reports whether the fallback may choose.
+func undecided(c Choice, rule *Rule) bool {
+	switch c.Reason {
+	case Cold, Overflow, NoKey:
+		return true
+	case Unhealthy:
+		return c.MatchedTokens < rule.MinMatchTokens
+	default:
+		return false
+	}
+}
+
+// spare reports whether a candidate is no busier than any other but for one request.
+func spare(views []view, at int) bool {
+	return views[at].usable && views[at].inFlight <= views[idlest(views)].inFlight+1
+}
+
+func find(views []view, serial uint32) int {
+	for i := range views {
+		if serial != 0 && views[i].r.serial == serial {
+			return i
+		}
+	}
+	return -1
+}
+
+// Lookup sets matched to how many tokens of the prompt each candidate is
+// believed to hold. It changes nothing.
+func (x *Index) Lookup(key *prefixhash.Key, cands []Candidate, rule *Rule, matched []int) {
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	x.look(s, key.Blocks, cands, rule)
+	for i := range s.views {
+		matched[i] = int(s.views[i].matched / BytesPerToken)
+	}
+}
+
+// Learn notes that the response or conversation of an id is kept at a replica;
+// keys name it as Previous.
+func (x *Index) Learn(id uint64, r *Replica) { x.sessions.set(id, r.serial) }

@@ -1,0 +1,239 @@
+package affinity
+
+import (
+	"math"
+	"time"
+)
+
+const (
+	// speedDefault, in tokens a second, is what the tokens in the rule's
+	// constants were chosen for; a fleet whose speed is unknown counts as that.
+	speedDefault = 8000
+	speedKeep    = 0.998 // what a measurement is worth at the next one
+	speedLeast   = 500   // tokens: a shorter prefill is mostly overhead
+	speedCounts  = 20    // measurements before a replica may differ from its fleet
+	speedPrior   = 5     // measurements of the fleet's mean that each replica starts with
+	speedSame    = 0.15  // differences up to this are taken for noise
+	speedRange   = 16    // most times that a replica may differ from its fleet
+
+	// penaltyTime is how long a refused request keeps counting as work where the
+	// replica did not say.
+	penaltyTime = 2 * time.Second
+	penalties   = 32 // remembered one by one; further ones add to the last
+
+	// fillDefault, in tokens, is over how much work a replica's share of it is
+	// remembered while its capacity is not known.
+	fillDefault = 1e6
+)
+
+// A load is the account of a replica: what this process sent there and has not
+// seen the end of, in prompt tokens. All of it is guarded by Fleet.mu.
+type load struct {
+	first, last *Attempt // without output yet, oldest first
+	waiting     int
+	backlog     float64   // their uncached tokens
+	since       time.Time // when the first of them became the first
+	clear       bool      // since is a time seen, not a guess
+
+	inFlight int
+	prompt   float64 // prompt tokens in flight
+
+	fill     float64 // uncached tokens given lately, as of filledAt
+	filledAt float64 // group.clock
+	turn     uint64  // when it last got a request without a key
+
+	speed     speed
+	penalties []penalty
+	queue     float64 // tokens queued there by others, as of queuedAt
+	queuedAt  time.Time
+	depth     float64 // as reported
+	used      time.Time
+}
+
+// penalty is the work of a request that a replica refused.
+type penalty struct {
+	tokens float64
+	until  time.Time
+}
+
+// speed sums up measured prefills, old ones fading. Their ratio hardly moves by
+// a single request that was mispredicted.
+type speed struct{ tokens, seconds, count float64 }
+
+func (s *speed) measure(tokens, seconds float64) {
+	s.tokens = speedKeep*s.tokens + tokens
+	s.seconds = speedKeep*s.seconds + seconds
+	s.count = speedKeep*s.count + 1
+}
+
+func (s *speed) rate() float64 {
+	if s.count == 0 {
+		return speedDefault
+	}
+	return s.tokens / s.seconds
+}
+
+// pace is a replica's prefill speed as a multiple of its group's.
+func (l *load) pace(g *group) float64 {
+	s := &l.speed
+	if s.count < speedCounts {
+		return 1
+	}
+	prior := speedPrior / g.speed.count
+	own := (s.tokens + prior*g.speed.tokens) / (s.seconds + prior*g.speed.seconds)
+	p := own / g.speed.rate()
+	if math.Abs(p-1) <= speedSame {
+		return 1
+	}
+	return min(max(p, 1.0/speedRange), speedRange)
+}
+
+// enqueue takes a request into the account.
+func (l *load) enqueue(a *Attempt, now time.Time) {
+	if l.first == nil {
+		l.first, l.since = a, now
+		l.clear = l.clear || l.inFlight == 0
+	} else {
+		l.last.next, a.prev = a, l.last
+	}
+	l.last = a
+	a.queued = true
+	l.waiting++
+	l.inFlight++
+	l.backlog += a.uncached
+	l.prompt += a.prompt
+	l.used = now
+	if a.blind {
+		a.replica.fleet.blind.Add(1)
+	}
+}
+
+// leave takes a request that ended out of the account.
+func (l *load) leave(a *Attempt) {
+	l.inFlight--
+	l.prompt -= a.prompt
+	if l.inFlight == 0 {
+		l.prompt = 0 // what rounding left
+	}
+}
+
+// punish lets a refused request count as work.
+func (l *load) punish(tokens float64, now time.Time, d time.Duration) {
+	if d <= 0 {
+		d = penaltyTime
+	}
+	p := penalty{tokens, now.Add(d)}
+	if n := len(l.penalties); n == penalties {
+		last := &l.penalties[n-1]
+		p.tokens += last.tokens
+		if last.until.After(p.until) {
+			p.until = last.until
+		}
+		*last = p
+		return
+	}
+	l.penalties = append(l.penalties, p)
+}
+
+// dequeue takes a request out of those without output.
+func (l *load) dequeue(a *Attempt) {
+	if a.prev != nil {
+		a.prev.next = a.next
+	} else {
+		l.first = a.next
+	}
+	if a.next != nil {
+		a.next.prev = a.prev
+	} else {
+		l.last = a.prev
+	}
+	a.prev, a.next, a.queued = nil, nil, false
+	l.waiting--
+	l.backlog -= a.uncached
+	if l.waiting == 0 {
+		l.backlog = 0 // what rounding left
+	}
+	if a.blind {
+		a.replica.fleet.blind.Add(-1)
+	}
+}
+
+// advance lets the requests whose first output can't be seen pass at the
+// replica's speed, and adds them to passed.
+func (l *load) advance(g *group, now time.Time, passed []*Attempt) []*Attempt {
+	for l.first != nil && l.first.blind {
+		took := time.Duration(l.first.uncached / (g.speed.rate() * l.pace(g)) * float64(time.Second))
+		if now.Sub(l.since) < took {
+			break
+		}
+		passed = append(passed, l.first)
+		l.since, l.clear = l.since.Add(took), false
+		l.dequeue(l.first)
+	}
+	return passed
+}
+
+// output notes the first output of a request. What was queued before it has
+// been prefilled too, as far as that can't be seen itself.
+func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) []*Attempt {
+	for b := a.prev; b != nil; {
+		before := b.prev
+		if b.blind {
+			passed = append(passed, b)
+			l.dequeue(b)
+			l.clear = false
+		}
+		b = before
+	}
+	start := l.since
+	if a.sent.After(start) {
+		start = a.sent
+	}
+	if took := now.Sub(start).Seconds(); l.clear && !a.blind && a.uncached > speedLeast && took > 0 {
+		g.speed.measure(a.uncached, took)
+		l.speed.measure(a.uncached, took)
+	}
+	l.since, l.clear = now, !a.blind
+	l.dequeue(a)
+	return append(passed, a)
+}
+
+// pending is the work ahead of a new request: uncached tokens sent and without
+// output, less what should have been prefilled of the first since the last
+// output, plus what was refused and what others are reported to have queued.
+func (l *load) pending(g *group, now time.Time) float64 {
+	rate := g.speed.rate() * l.pace(g)
+	work := l.backlog
+	if l.first != nil {
+		work -= min(max(now.Sub(l.since).Seconds(), 0)*rate, l.first.uncached)
+	}
+	work = max(work, 0)
+	kept := l.penalties[:0]
+	for _, p := range l.penalties {
+		if now.Before(p.until) {
+			work += p.tokens
+			kept = append(kept, p)
+		}
+	}
+	l.penalties = kept
+	if l.queue > 0 {
+		if left := l.queue - max(now.Sub(l.queuedAt).Seconds(), 0)*rate; left > 0 {
+			work += left
+		} else {
+			l.queue = 0
+		}
+	}
+	return work
+}
+
+// filled is the uncached work given lately, decayed over one capacity.
+func (l *load) filled(g *group, capacity float64) float64 {
+	return l.fill * math.Exp((l.filledAt-g.clock)/capacity)
+}
+
+// give adds work to what was given lately; n replicas share the group's.
+func (l *load) give(g *group, tokens, capacity float64, n int) {
+	l.fill, l.filledAt = l.filled(g, capacity)+tokens, g.clock
+	g.clock += tokens / float64(n)
+	g.mean += (tokens - g.mean) / 64
+}

@@ -1,0 +1,242 @@
+package affinity
+
+// An order is one replica's requests in the order of their last use, each with
+// the run of prompt bytes that it was the last to use. It is the picture of the
+// replica's LRU prefix cache: the distance of a block is the number of distinct
+// prompt bytes that were used after it, and the cache holds the block while
+// that stays below its capacity, whatever the hit ratio.
+//
+// What a request owns is one piece, because whoever shares part of its prompt
+// shares the start of it and takes that away. Moving a request is O(log n) and
+// touches none of its blocks. Nothing here is a pointer, so the collector has
+// nothing to walk.
+//
+// Not safe for concurrent use.
+type order struct {
+	runs []run    // by slot; slot 0 is never used
+	free []uint32 // slots to use again
+	at   []uint32 // slot by position, oldest first; 0: none
+	tree []weight // Fenwick tree over the positions
+	next uint32   // first position not yet given out
+	head uint32   // no position before it is taken
+
+	used    int64 // bytes of waiting and done runs
+	wait    int64 // bytes of waiting runs
+	running int64 // bytes of running runs
+	blocks  int   // of all runs
+	placed  int   // runs that have a position
+}
+
+// phase is where in its life a request is, as far as its replica's cache goes.
+type phase uint8
+
+const (
+	free    phase = iota // the slot is not in use
+	waiting              // sent, no output yet
+	running              // first output seen: its prompt is pinned
+	done                 // ended: its prompt can be evicted
+)
+
+// A run is what one request was the last to use: the bytes (start, end] of its
+// prompt.
+type run struct {
+	gen        uint32 // counts the uses of the slot
+	start, end uint32
+	sure       uint32 // bytes of the prompt that a 2xx has confirmed
+	blocks     uint32
+	pos        uint32 // position in the order, unless running
+	phase      phase
+}
+
+func (r *run) size() int64 { return int64(r.end) - int64(r.start) }
+
+// weight is a node of the Fenwick tree.
+type weight struct{ used, wait int64 }
+
+func (o *order) add(pos uint32, used, wait int64) {
+	o.used += used
+	o.wait += wait
+	for i := pos; i < uint32(len(o.tree)); i += i & -i {
+		o.tree[i].used += used
+		o.tree[i].wait += wait
+	}
+}
+
+// upTo sums the positions up to and including pos.
+func (o *order) upTo(pos uint32) (w weight) {
+	for i := pos; i > 0; i -= i & -i {
+		w.used += o.tree[i].used
+		w.wait += o.tree[i].wait
+	}
+	return w
+}
+
+// count adds bytes to what run r weighs where it stands.
+func (o *order) count(r *run, bytes int64) {
+	switch r.phase {
+	case waiting:
+		o.add(r.pos, bytes, bytes)
+	case running:
+		o.running += bytes
+	case done:
+		o.add(r.pos, bytes, 0)
+	}
+}
+
+// take makes an empty run, without a place in the order yet.
+func (o *order) take() uint32 {
+	if n := len(o.free); n > 0 {
+		slot := o.free[n-1]
+		o.free = o.free[:n-1]
+		return slot
+	}
+	if len(o.runs) == 0 {
+		o.runs = make([]run, 1, 16)
+	}
+	o.runs = append(o.runs, run{})
+	return uint32(len(o.runs) - 1)
+}
+
+// enter moves a run to the newest place of another phase.
+func (o *order) enter(slot uint32, to phase) {
+	o.leave(slot)
+	r := &o.runs[slot]
+	r.phase = to
+	if to == running {
+		o.running += r.size()
+		return
+	}
+	if int(o.next) >= len(o.at) {
+		o.compact()
+	}
+	r.pos = o.next
+	o.next++
+	o.at[r.pos] = slot
+	o.placed++
+	o.count(r, r.size())
+}
+
+// leave takes a run out of the order.
+func (o *order) leave(slot uint32) {
+	r := &o.runs[slot]
+	o.count(r, -r.size())
+	if r.phase == waiting || r.phase == done {
+		o.at[r.pos] = 0
+		o.placed--
+	}
+	r.phase = free
+}
+
+// release forgets a run; what refers to it is void from now on.
+func (o *order) release(slot uint32) {
+	o.leave(slot)
+	r := &o.runs[slot]
+	o.blocks -= int(r.blocks)
+	*r = run{gen: r.gen + 1}
+	o.free = append(o.free, slot)
+}
+
+// cut sets the piece of its prompt that a run owns.
+func (o *order) cut(slot, start, end, blocks uint32) {
+	r := &o.runs[slot]
+	before := r.size()
+	o.blocks += int(blocks) - int(r.blocks)
+	r.start, r.end, r.blocks = start, end, blocks
+	o.count(r, r.size()-before)
+}
+
+// compact gives the runs new positions without gaps, and room for as many again.
+func (o *order) compact() {
+	size := max(64, 2*(o.placed+1)+1)
+	at := make([]uint32, size)
+	tree := make([]weight, size)
+	next := uint32(1)
+	for _, slot := range o.at {
+		if slot == 0 {
+			continue
+		}
+		r := &o.runs[slot]
+		r.pos = next
+		at[next] = slot
+		tree[next].used = r.size()
+		if r.phase == waiting {
+			tree[next].wait = r.size()
+		}
+		next++
+	}
+	for i := 1; i < size; i++ {
+		if up := i + i&-i; up < size {
+			tree[up].used += tree[i].used
+			tree[up].wait += tree[i].wait
+		}
+	}
+	o.at, o.tree, o.next, o.head = at, tree, next, 1
+}
+
+// base returns the distance at which a run's first byte stands for a request
+// that comes now. near is the one to route by: waiting requests count as less
+// recent than what runs and what is done. far is the one that the engine's own
+// report speaks of: what waits is let in before us.
+func (o *order) base(r *run) (near, far int64) {
+	switch r.phase {
+	case waiting:
+		near = o.wait - o.upTo(r.pos).wait
+		far = near
+	case done:
+		w := o.upTo(r.pos)
+		near = o.running + o.used - w.used
+		far = near + w.wait
+	}
+	return near, far
+}
+
+// oldest returns the done run that was used least recently and that keep does
+// not hold, or 0.
+func (o *order) oldest(keep []span) uint32 {
+	for pos := o.head; pos < o.next; pos++ {
+		slot := o.at[pos]
+		if slot == 0 {
+			if pos == o.head {
+				o.head++
+			}
+			continue
+		}
+		if o.runs[slot].phase == done && !holds(keep, slot) {
+			return slot
+		}
+	}
+	return 0
+}
+
+func holds(spans []span, slot uint32) bool {
+	for i := range spans {
+		if spans[i].slot == slot {
+			return true
+		}
+	}
+	return false
+}
+
+// forget drops what a cache of that capacity has lost long ago.
+func (o *order) forget(capacity int64) {
+	limit := capacity + capacity/2
+	for capacity < unlimited {
+		slot := o.oldest(nil)
+		if slot == 0 {
+			return
+		}
+		if near, _ := o.base(&o.runs[slot]); near <= limit {
+			return
+		}
+		o.release(slot)
+	}
+}
+
+// clear releases every run.
+func (o *order) clear() {
+	for slot := range o.runs {
+		if o.runs[slot].phase != free {
+			o.release(uint32(slot))
+		}
+	}
+}

@@ -1,0 +1,137 @@
+package affinity
+
+import (
+	"slices"
+	"sort"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// A span is a stretch of a prompt's chain that one run owns.
+type span struct {
+	slot      uint32
+	from, to  int   // blocks [from, to) of the chain
+	near, far int64 // the distance of prompt byte b is near + b; see order.base
+}
+
+// leading counts the blocks at the start of a chain that are live, by bisection.
+// guess is a likely answer. Where an old prefix was dropped before what follows
+// it the answer is a guess too; spans checks it.
+func (t *table) leading(o *order, chain []prefixhash.Block, guess int) int {
+	if len(chain) == 0 || t.owner(o, chain[0]) == 0 {
+		return 0
+	}
+	least, most := 1, len(chain)
+	live := func(n int) bool { return t.owner(o, chain[n-1]) != 0 }
+	if least < guess && guess <= most {
+		switch {
+		case !live(guess):
+			most = guess - 1
+		case guess == most || !live(guess+1):
+			return guess
+		default:
+			least = guess + 1
+		}
+	}
+	for least < most {
+		if n := (least + most + 1) / 2; live(n) {
+			least = n
+		} else {
+			most = n - 1
+		}
+	}
+	return least
+}
+
+// spans returns who owns the live blocks at the start of a chain, in the
+// chain's order and without a gap. It looks up one block a span besides the
+// bisection: whoever owns a block owns all before it back to where its run
+// starts, because equal hashes mean equal prefixes.
+func (t *table) spans(buf []span, o *order, chain []prefixhash.Block, guess int) []span {
+	n := t.leading(o, chain, guess)
+again:
+	buf = buf[:0]
+	for to := n; to > 0; {
+		slot := t.owner(o, chain[to-1])
+		if slot == 0 {
+			n = t.leading(o, chain[:to-1], 0)
+			goto again
+		}
+		from := 0
+		if start := o.runs[slot].start; start > 0 {
+			from = sort.Search(to-1, func(i int) bool { return chain[i].End > start })
+		}
+		buf = append(buf, span{slot: slot, from: from, to: to})
+		to = from
+	}
+	slices.Reverse(buf)
+	for i := range buf {
+		r := &o.runs[buf[i].slot]
+		near, far := o.base(r)
+		buf[i].near, buf[i].far = near-int64(r.start), far-int64(r.start)
+	}
+	return buf
+}
+
+// match returns how many prompt bytes at the start of a chain a cache of that
+// capacity still holds: the hard edge.
+func match(spans []span, chain []prefixhash.Block, capacity int64) (bytes uint32) {
+	for _, s := range spans {
+		held := capacity - s.near
+		if int64(chain[s.to-1].End) <= held {
+			bytes = chain[s.to-1].End
+			continue
+		}
+		n := sort.Search(s.to-s.from, func(i int) bool { return int64(chain[s.from+i].End) > held })
+		if n > 0 {
+			bytes = chain[s.from+n-1].End
+		}
+		break
+	}
+	return bytes
+}
+
+// known returns the number of blocks that spans cover.
+func known(spans []span) int {
+	if len(spans) == 0 {
+		return 0
+	}
+	return spans[len(spans)-1].to
+}
+
+// An expectation is what the index knew of a prompt when it was sent: that the
+// bytes up to end, from where the one before ends, stood at distance far + byte.
+// With the engine's report it becomes evidence of the capacity.
+type expectation struct {
+	end uint32
+	far int64
+}
+
+// judge says up to which distance a report of held bytes proves a hit, and from
+// which a miss; 0: it says nothing. Up to slack bytes short of what was known
+// still count as all of it.
+func judge(known []expectation, held, slack int64) (hit, miss int64) {
+	if len(known) == 0 {
+		return 0, 0
+	}
+	if all := int64(known[len(known)-1].end); held+slack >= all {
+		held = all
+	}
+	start := int64(0)
+	for _, k := range known {
+		end := int64(k.end)
+		if held < end {
+			if held > start {
+				hit = max(hit, k.far+held)
+			}
+			return hit, max(hit, k.far+held+1)
+		}
+		hit, start = max(hit, k.far+end), end
+	}
+	return hit, 0
+}
+
+// shared returns how many blocks two chains have in common.
+func shared(a, b []prefixhash.Block) int {
+	return sort.Search(min(len(a), len(b)), func(i int) bool { return a[i] != b[i] })
+}

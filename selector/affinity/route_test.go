@@ -1,0 +1,613 @@
+package affinity
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// fixture is a fleet with an index before it.
+type fixture struct {
+	fleet *Fleet
+	index *Index
+	cands []Candidate
+	rule  Rule
+	now   time.Time
+}
+
+func newFixture(n int) *fixture {
+	f := NewFleet()
+	x := &fixture{fleet: f, index: NewIndex(f, 1_000_000), rule: Rule{MinMatchTokens: 64}, now: now0}
+	for i := range n {
+		x.cands = append(x.cands, Candidate{Replica: f.Replica(fmt.Sprintf("10.0.0.%d:8000", i+1))})
+	}
+	return x
+}
+
+func (x *fixture) route(key *prefixhash.Key) (Choice, *Attempt) {
+	return x.index.Route(x.now, key, x.cands, &x.rule, nil)
+}
+
+// serve routes a key and answers it at once.
+func (x *fixture) serve(key *prefixhash.Key) Choice {
+	c, a := x.route(key)
+	a.Confirm(x.now, true)
+	a.FirstOutput(x.now)
+	a.Finish(x.now, Served, 0)
+	return c
+}
+
+// keyOf makes the key of a prompt of numbered blocks of 64 tokens.
+func keyOf(ids ...int) *prefixhash.Key {
+	return &prefixhash.Key{Blocks: chainOf(ids), Bytes: len(ids) * testBlock, Stream: true, Judged: true}
+}
+
+// series returns n numbers nobody else uses.
+func series(start, n int) []int {
+	ids := make([]int, n)
+	for i := range ids {
+		ids[i] = start*100_000 + i
+	}
+	return ids
+}
+
+// counts returns requests a candidate.
+func (x *fixture) counts(n int, key func(i int) *prefixhash.Key, each func(*Attempt)) []int {
+	counts := make([]int, len(x.cands))
+	for i := range n {
+		c, a := x.route(key(i))
+		counts[c.Candidate]++
+		if each != nil {
+			each(a)
+		}
+	}
+	return counts
+}
+
+func TestSpread(t *testing.T) {
+	serve := func(x *fixture) func(*Attempt) {
+		return func(a *Attempt) {
+			a.Confirm(x.now, true)
+			a.FirstOutput(x.now)
+			a.Finish(x.now, Served, 0)
+			x.now = x.now.Add(time.Second)
+		}
+	}
+	unrelated := func(i int) *prefixhash.Key { return keyOf(series(i, 16)...) }
+	t.Run("cold/one after the other", func(t *testing.T) {
+		x := newFixture(4)
+		for i, n := range x.counts(200, unrelated, serve(x)) {
+			if n < 30 || n > 70 {
+				t.Errorf("candidate %d got %d of 200", i, n)
+			}
+		}
+	})
+	t.Run("cold/one after the other by rendezvous", func(t *testing.T) {
+		x := newFixture(4)
+		x.rule.Rendezvous = true
+		for i, n := range x.counts(200, unrelated, serve(x)) {
+			if n < 30 || n > 70 {
+				t.Errorf("candidate %d got %d of 200", i, n)
+			}
+		}
+	})
+	t.Run("cold/64 at once", func(t *testing.T) {
+		for _, blocks := range []int{1, 16, 200} {
+			x := newFixture(4)
+			for i, n := range x.counts(64, func(i int) *prefixhash.Key { return keyOf(series(i, blocks)...) }, nil) {
+				if n < 13 || n > 19 {
+					t.Errorf("candidate %d got %d of 64 prompts of %d blocks", i, n, blocks)
+				}
+			}
+		}
+	})
+	t.Run("cold/64 at once that will not stream", func(t *testing.T) {
+		x := newFixture(4)
+		for i, n := range x.counts(64, func(i int) *prefixhash.Key {
+			k := unrelated(i)
+			k.Stream = false
+			return k
+		}, nil) {
+			if n < 13 || n > 19 {
+				t.Errorf("candidate %d got %d of 64", i, n)
+			}
+		}
+	})
+	t.Run("no key/one after the other", func(t *testing.T) {
+		x := newFixture(4)
+		for i, n := range x.counts(200, func(int) *prefixhash.Key { return nil }, serve(x)) {
+			if n != 50 {
+				t.Errorf("candidate %d got %d of 200", i, n)
+			}
+		}
+	})
+	t.Run("siblings/16 of a new 50 KB prefix at once", func(t *testing.T) {
+		x := newFixture(4)
+		counts := x.counts(16, func(i int) *prefixhash.Key {
+			return keyOf(append(series(0, 200), series(i+1, 2)...)...)
+		}, nil)
+		used := 0
+		for _, n := range counts {
+			if n > 0 {
+				used++
+			}
+		}
+		if used > 2 {
+			t.Errorf("spread over %d replicas: %v", used, counts)
+		}
+	})
+}
+
+// TestLeastConn: among equal requests nobody holds, those with the fewest in
+// flight are chosen, whatever the load and the order of the list.
+func TestLeastConn(t *testing.T) {
+	for seed := range uint64(1000) {
+		rng := rand.New(rand.NewPCG(seed, 4))
+		x := newFixture(2 + rng.IntN(7))
+		blocks := 1 + rng.IntN(30)
+		output := rng.IntN(2) == 0 // the loads are all waiting, or all running
+		id := 0
+		fresh := func() *prefixhash.Key { id++; return keyOf(series(id, blocks)...) }
+		for i := range x.cands {
+			for range rng.IntN(5) {
+				_, a := x.index.Route(x.now, fresh(), x.cands[i:i+1], &x.rule, nil)
+				if output {
+					a.FirstOutput(x.now.Add(time.Second))
+				}
+			}
+		}
+		x.now = x.now.Add(time.Duration(rng.IntN(3000)) * time.Millisecond)
+		rng.Shuffle(len(x.cands), func(i, j int) { x.cands[i], x.cands[j] = x.cands[j], x.cands[i] })
+		fewest := 1000
+		for _, c := range x.cands {
+			fewest = min(fewest, c.Replica.Snapshot(x.now).InFlight)
+		}
+		want := x.cands
+		c, _ := x.route(fresh())
+		if got := want[c.Candidate].Replica.Snapshot(x.now).InFlight - 1; got != fewest || c.Reason != Cold {
+			t.Fatalf("seed %d: %v chose one with %d in flight, fewest is %d", seed, c.Reason, got, fewest)
+		}
+	}
+}
+
+func TestReasons(t *testing.T) {
+	prompt := keyOf(series(1, 100)...)
+	t.Run("cold", func(t *testing.T) {
+		x := newFixture(2)
+		if c := x.serve(prompt); c.Reason != Cold || c.Holder != -1 || c.PromptTokens != 6400 || c.MatchedTokens != 0 {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("cold/match below min_match", func(t *testing.T) {
+		x := newFixture(2)
+		x.rule.MinMatchTokens = 65
+		x.serve(keyOf(append(series(1, 1), 7)...))
+		if c := x.serve(prompt); c.Reason != Cold || c.HolderTokens != 64 {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("affinity", func(t *testing.T) {
+		x := newFixture(4)
+		at := x.serve(prompt).Candidate
+		for range 3 {
+			if c := x.serve(prompt); c.Candidate != at || c.Reason != Affinity || c.MatchedTokens != 6400 || c.Holder != at || c.HolderTokens != 6400 {
+				t.Errorf("%+v", c)
+			}
+		}
+	})
+	t.Run("affinity/longer of two", func(t *testing.T) {
+		x := newFixture(2)
+		x.serve(keyOf(series(1, 10)...))
+		x.index.Route(x.now, prompt, x.cands[1:], &x.rule, nil)
+		if c := x.serve(prompt); c.Candidate != 1 || c.Reason != Affinity {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("overflow", func(t *testing.T) {
+		x := newFixture(2)
+		at := x.serve(prompt).Candidate
+		for i := range 40 {
+			x.index.Route(x.now, keyOf(series(i+2, 100)...), x.cands[at:at+1], &x.rule, nil)
+		}
+		if c, _ := x.route(prompt); c.Candidate == at || c.Reason != Overflow || c.Holder != at {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("unhealthy", func(t *testing.T) {
+		x := newFixture(2)
+		at := x.serve(prompt).Candidate
+		x.cands[at].State = Unavailable
+		if c, _ := x.route(prompt); c.Candidate == at || c.Reason != Unhealthy || c.Holder != at {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("unhealthy/next best match", func(t *testing.T) {
+		x := newFixture(3)
+		x.index.Route(x.now, prompt, x.cands[:1], &x.rule, nil)
+		x.index.Route(x.now, keyOf(series(1, 50)...), x.cands[2:], &x.rule, nil)
+		x.cands[0].State = Failed
+		if c, _ := x.route(prompt); c.Candidate != 2 || c.Reason != Unhealthy || c.MatchedTokens != 3200 {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("none", func(t *testing.T) {
+		x := newFixture(2)
+		x.cands[0].State, x.cands[1].State = Unavailable, Unavailable
+		if c, a := x.route(prompt); c.Candidate != -1 || a != nil {
+			t.Errorf("%+v", c)
+		}
+		if c, a := x.index.Route(x.now, prompt, nil, &x.rule, nil); c.Candidate != -1 || a != nil {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("failed/last resort", func(t *testing.T) {
+		x := newFixture(2)
+		x.cands[0].State, x.cands[1].State = Unavailable, Failed
+		if c, _ := x.route(prompt); c.Candidate != 1 {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("drained/keeps what only it holds", func(t *testing.T) {
+		x := newFixture(2)
+		at := x.serve(prompt).Candidate
+		x.cands[at].State = Drained
+		if c := x.serve(prompt); c.Candidate != at || c.Reason != Affinity {
+			t.Errorf("%+v", c)
+		}
+		if c := x.serve(keyOf(series(2, 9)...)); c.Candidate == at {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("session/short prompt", func(t *testing.T) {
+		x := newFixture(4)
+		k := keyOf(1)
+		k.Session = 77
+		at := x.serve(k).Candidate
+		for i := range 8 {
+			x.serve(keyOf(series(i+5, 30)...))
+			k := keyOf(100 + i)
+			k.Session = 77
+			if c := x.serve(k); c.Candidate != at || c.Reason != Session {
+				t.Errorf("%+v", c)
+			}
+		}
+	})
+	t.Run("session/gives way to load", func(t *testing.T) {
+		x := newFixture(2)
+		k := keyOf(1)
+		k.Session = 77
+		at := x.serve(k).Candidate
+		for i := range 20 {
+			x.index.Route(x.now, keyOf(series(i+2, 100)...), x.cands[at:at+1], &x.rule, nil)
+		}
+		if c, _ := x.route(k); c.Candidate == at {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("previous/even when loaded", func(t *testing.T) {
+		x := newFixture(2)
+		x.index.Learn(99, x.cands[1].Replica)
+		for i := range 20 {
+			x.index.Route(x.now, keyOf(series(i+2, 100)...), x.cands[1:], &x.rule, nil)
+		}
+		k := keyOf(1)
+		k.Previous = 99
+		if c, _ := x.route(k); c.Candidate != 1 || c.Reason != Session {
+			t.Errorf("%+v", c)
+		}
+		x.cands[1].State = Unavailable
+		if c, _ := x.route(k); c.Candidate != 0 || c.Reason != Unhealthy {
+			t.Errorf("%+v", c)
+		}
+	})
+	t.Run("no key", func(t *testing.T) {
+		x := newFixture(2)
+		x.cands[0].InFlight = 1
+		if c, _ := x.route(nil); c.Candidate != 1 || c.Reason != NoKey {
+			t.Errorf("%+v", c)
+		}
+	})
+}
+
+func TestFallback(t *testing.T) {
+	prompt := keyOf(series(1, 100)...)
+	to := func(n int) func(Choice) int { return func(Choice) int { return n } }
+	x := newFixture(3)
+	c, a := x.index.Route(x.now, prompt, x.cands, &x.rule, to(2))
+	if c.Candidate != 2 || c.Reason != Cold || a.Replica() != x.cands[2].Replica {
+		t.Errorf("cold: %+v", c)
+	}
+	if c, _ := x.index.Route(x.now, prompt, x.cands, &x.rule, to(0)); c.Candidate != 2 || c.Reason != Affinity {
+		t.Errorf("affinity: %+v", c)
+	}
+	if c, _ := x.index.Route(x.now, nil, x.cands, &x.rule, to(1)); c.Candidate != 1 || c.Reason != NoKey {
+		t.Errorf("no key: %+v", c)
+	}
+	x.cands[2].State = Unavailable
+	if c, _ := x.index.Route(x.now, prompt, x.cands, &x.rule, to(1)); c.Candidate != 1 || c.Reason != Unhealthy {
+		t.Errorf("unhealthy: %+v", c)
+	}
+	for _, n := range []int{-1, 2, 3} { // leaves it, not available, out of range
+		if c, _ := x.index.Route(x.now, keyOf(n), x.cands, &x.rule, to(n)); c.Candidate == 2 || c.Candidate < 0 {
+			t.Errorf("fallback %d: %+v", n, c)
+		}
+	}
+	// A fallback that comes back here must not wait for itself.
+	x.index.Route(x.now, keyOf(5), x.cands, &x.rule, func(Choice) int {
+		c, _ := x.index.Route(x.now, keyOf(5), x.cands, &x.rule, nil)
+		return c.Candidate
+	})
+}
+
+func TestLookup(t *testing.T) {
+	x := newFixture(3)
+	prompt := keyOf(series(1, 100)...)
+	at := x.serve(prompt).Candidate
+	before := x.fleet.Snapshot(x.now)
+	matched := make([]int, 3)
+	x.index.Lookup(keyOf(append(series(1, 40), 7)...), x.cands, &x.rule, matched)
+	for i, n := range matched {
+		if want := map[bool]int{true: 2560}[i == at]; n != want {
+			t.Errorf("candidate %d: %d tokens, want %d", i, n, want)
+		}
+	}
+	if after := x.fleet.Snapshot(x.now); !slices.Equal(before, after) {
+		t.Errorf("lookup changed %v to %v", before, after)
+	}
+}
+
+// TestAccounts: whatever comes in whatever order, in the end nothing is left,
+// also with everything at once from several goroutines.
+func TestAccounts(t *testing.T) {
+	x := newFixture(4)
+	x.index = NewIndex(x.fleet, 20_000)
+	var wg sync.WaitGroup
+	for g := range uint64(4) {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(g, 5))
+			now := now0
+			chains := prompts(rng, 400)
+			var live []*Attempt
+			act := func(a *Attempt) {
+				switch rng.IntN(6) {
+				case 0:
+					a.Confirm(now, rng.IntN(2) == 0)
+				case 1:
+					a.FirstOutput(now)
+				case 2:
+					a.Report(rng.IntN(1000)-1, rng.IntN(1000)-1)
+				case 3:
+					a.Replica().ReportLoad(now, float64(rng.IntN(20)))
+				case 4:
+					if rng.IntN(50) == 0 {
+						a.Replica().Restarted()
+					}
+					a.Replica().Snapshot(now)
+				default:
+					a.Finish(now, Outcome(rng.IntN(5)), time.Duration(rng.IntN(3))*time.Second)
+				}
+			}
+			for i, chain := range chains {
+				key := &prefixhash.Key{Blocks: chain, Bytes: len(chain) * testBlock, Stream: rng.IntN(3) > 0, Judged: rng.IntN(4) > 0, Session: uint64(rng.IntN(9))}
+				if rng.IntN(10) == 0 {
+					key = nil
+				}
+				now = now.Add(time.Duration(rng.IntN(100)) * time.Millisecond)
+				_, a := x.index.Route(now, key, x.cands[rng.IntN(2):2+rng.IntN(3)], &x.rule, nil)
+				live = append(live, a)
+				for range 8 {
+					act(live[rng.IntN(i+1)])
+				}
+			}
+			for _, a := range live {
+				a.Finish(now, Outcome(rng.IntN(5)), 0)
+				act(a)
+			}
+		})
+	}
+	wg.Wait()
+	for _, c := range x.cands {
+		r := c.Replica
+		s := r.Snapshot(now0.Add(time.Hour))
+		if s.InFlight != 0 || s.Waiting != 0 || s.PendingPrefillTokens != 0 || s.PromptTokens != 0 {
+			t.Errorf("left: %+v", s)
+		}
+		if len(r.provisional) != 0 || r.order.running != 0 || r.order.wait != 0 || r.load.first != nil || r.load.last != nil {
+			t.Errorf("left: %d provisional, %d running, %d waiting", len(r.provisional), r.order.running, r.order.wait)
+		}
+		for slot := range r.order.runs {
+			if p := r.order.runs[slot].phase; p == waiting || p == running {
+				t.Errorf("run %d is still %d", slot, p)
+			}
+		}
+	}
+	if n := x.fleet.blind.Load(); n != 0 {
+		t.Errorf("%d blind attempts left", n)
+	}
+}
+
+func TestRefusal(t *testing.T) {
+	x := newFixture(2)
+	prompt := keyOf(series(1, 100)...)
+	at := x.serve(prompt).Candidate
+	for range 9 {
+		_, a := x.index.Route(x.now, prompt, x.cands[at:at+1], &x.rule, nil)
+		a.Finish(x.now, Refused, 5*time.Second)
+	}
+	x.now = x.now.Add(4 * time.Second)
+	if c := x.serve(prompt); c.Candidate == at {
+		t.Errorf("chosen again right after refusals: %+v", c)
+	}
+	x.now = x.now.Add(2 * time.Second)
+	if s := x.cands[at].Replica.Snapshot(x.now); s.PendingPrefillTokens != 0 {
+		t.Errorf("refusals still count: %+v", s)
+	}
+}
+
+func TestQueueDepth(t *testing.T) {
+	x := newFixture(2)
+	for i := range 20 {
+		x.serve(keyOf(series(i, 100)...))
+	}
+	x.cands[0].Replica.ReportLoad(x.now, 30)
+	counts := x.counts(6, func(i int) *prefixhash.Key { return keyOf(series(i+100, 100)...) }, nil)
+	if counts[0] != 0 {
+		t.Errorf("a replica with a queue of 30 got %d of 6", counts[0])
+	}
+	x.now = x.now.Add(time.Minute)
+	if s := x.cands[0].Replica.Snapshot(x.now); s.PendingPrefillTokens != 0 {
+		t.Errorf("a report of a minute ago counts as %v tokens", s.PendingPrefillTokens)
+	}
+}
+
+func TestCapacity(t *testing.T) {
+	// A cache of 40 prompts that are asked for again and again in one order:
+	// what is asked again after fewer is a hit, after more a miss.
+	x := newFixture(1)
+	r := x.cands[0].Replica
+	last := map[int]int{}
+	rng := rand.New(rand.NewPCG(1, 6))
+	for i := range 2000 {
+		id := rng.IntN(80)
+		_, a := x.route(keyOf(series(id, 64)...))
+		a.Confirm(x.now, true)
+		a.FirstOutput(x.now)
+		between := map[int]bool{}
+		for other, at := range last {
+			if other != id && at > last[id] {
+				between[other] = true
+			}
+		}
+		if _, ok := last[id]; ok && len(between) < 40 {
+			a.Report(64*64, 64*64-16)
+		} else {
+			a.Report(64*64, 0)
+		}
+		a.Finish(x.now, Served, 0)
+		last[id] = i
+	}
+	s := r.Snapshot(x.now)
+	if want := 40 * 64 * 64; s.CapacityTokens < want*95/100 || s.CapacityTokens > want*105/100 {
+		t.Errorf("capacity %d, want %d", s.CapacityTokens, want)
+	}
+	if s.Contradicted > 0.05 {
+		t.Errorf("%v of the reports speak against it", s.Contradicted)
+	}
+
+	t.Run("told", func(t *testing.T) {
+		x := newFixture(1)
+		x.rule.CapacityTokens = 123_456
+		x.serve(keyOf(1))
+		if got := x.cands[0].Replica.Snapshot(x.now).CapacityTokens; got != 123_456 {
+			t.Errorf("capacity %d", got)
+		}
+	})
+	t.Run("only zeros", func(t *testing.T) {
+		x := newFixture(1)
+		for range 50 {
+			_, a := x.route(keyOf(series(1, 64)...))
+			a.Report(64*64, 0)
+			a.Finish(x.now, Served, 0)
+		}
+		if got := x.cands[0].Replica.Snapshot(x.now).CapacityTokens; got != 0 {
+			t.Errorf("capacity %d from an engine that only says 0", got)
+		}
+	})
+	t.Run("not judged", func(t *testing.T) {
+		x := newFixture(1)
+		for i := range 50 {
+			k := keyOf(series(1, 64)...)
+			k.Judged = i < 10
+			_, a := x.route(k)
+			a.Report(64*64, map[bool]int{true: 64 * 64}[i < 10])
+			a.Finish(x.now, Served, 0)
+		}
+		if got := x.cands[0].Replica.Snapshot(x.now).CapacityTokens; got != 0 {
+			t.Errorf("capacity %d from requests that are no evidence", got)
+		}
+	})
+}
+
+func TestSpeed(t *testing.T) {
+	x := newFixture(2)
+	for i := range 200 {
+		at := i % 2
+		_, a := x.index.Route(x.now, keyOf(series(i, 100)...), x.cands[at:at+1], &x.rule, nil)
+		x.now = x.now.Add([]time.Duration{640, 5120}[at] * time.Millisecond) // 10,000 and 1,250 tokens/s
+		a.FirstOutput(x.now)
+		a.Finish(x.now, Served, 0)
+	}
+	for i, want := range []float64{10_000, 1250} {
+		if got := x.cands[i].Replica.Snapshot(x.now).TokensPerSecond; got < want*0.8 || got > want*1.25 {
+			t.Errorf("replica %d: %v tokens/s, want %v", i, got, want)
+		}
+	}
+}
+
+func TestRestarted(t *testing.T) {
+	x := newFixture(2)
+	prompt := keyOf(series(1, 100)...)
+	at := x.serve(prompt).Candidate
+	_, flying := x.route(prompt)
+	r := x.cands[at].Replica
+	r.Restarted()
+	matched := make([]int, 2)
+	if x.index.Lookup(prompt, x.cands, &x.rule, matched); matched[at] != 0 {
+		t.Errorf("%d tokens matched after a restart", matched[at])
+	}
+	flying.Confirm(x.now, true)
+	flying.Report(6400, 0)
+	flying.Finish(x.now, Served, 0)
+	if s := r.Snapshot(x.now); s.Generation != 1 || s.Reports != 0 || s.Blocks != 0 {
+		t.Errorf("%+v", s)
+	}
+	x.cands = x.cands[at : at+1]
+	x.serve(prompt)
+	if x.index.Lookup(prompt, x.cands, &x.rule, matched); matched[0] != 6400 {
+		t.Errorf("%d tokens matched after being served again", matched[0])
+	}
+}
+
+func TestForgotten(t *testing.T) {
+	f := NewFleet()
+	x := NewIndex(f, 1000)
+	rule := &Rule{MinMatchTokens: 64}
+	now := now0
+	_, stays := x.Route(now, keyOf(1), []Candidate{{Replica: f.Replica("busy")}}, rule, nil)
+	for i := range 500 {
+		now = now.Add(time.Minute)
+		_, a := x.Route(now, keyOf(i), []Candidate{{Replica: f.Replica(fmt.Sprint(i))}}, rule, nil)
+		a.Finish(now, Served, 0)
+	}
+	if n := len(*f.replicas.Load()); n > 80 {
+		t.Errorf("%d replicas remembered", n)
+	}
+	if n := len(*x.tables.Load()); n > 80 {
+		t.Errorf("%d tables kept", n)
+	}
+	if f.Find("busy") == nil || f.Find("busy") != stays.Replica() {
+		t.Error("a replica with a request in flight was forgotten")
+	}
+	if f.Find("0") != nil {
+		t.Error("an unused replica was not forgotten")
+	}
+}
+
+func TestSessionsBounded(t *testing.T) {
+	var s sessions
+	s.set(1, 42)
+	for i := range uint64(4 * sessionsKept) {
+		s.set(i+2, 1)
+		if i%(sessionsKept/2) == 0 && s.get(1) != 42 {
+			t.Fatal("a session in use was lost")
+		}
+	}
+	if n := len(s.young) + len(s.old); n > 2*sessionsKept {
+		t.Errorf("%d remembered", n)
+	}
+}

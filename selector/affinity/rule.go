@@ -1,0 +1,216 @@
+package affinity
+
+import (
+	"time"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// The constants of the rule, in tokens of prefill work at 8,000 tokens a
+// second; BENCHMARKS.md shows what changing each one does.
+const (
+	alphaSlope = 2    // alpha grows by that for each request waiting a replica
+	alphaMost  = 10   // and no further
+	alphaBlind = 4    // where first outputs can't be seen
+	beta       = 0.05 // prompt tokens in flight slow decoding and fill the memory
+	gamma      = 300  // and so does each request
+	bandLeast  = 500  // costs that differ by less are equal
+	bandShare  = 0.1  // or by less than this share
+)
+
+// view is a candidate as the rule sees it.
+type view struct {
+	r        *Replica
+	usable   bool
+	inFlight int
+	blocks   int    // known of the prompt
+	matched  uint32 // bytes of it believed cached
+	cost     float64
+}
+
+// weigh sets what the request would cost on each usable candidate:
+//
+//	cost = (pending + alpha*uncached) / pace + beta*prompt + gamma*in flight
+//
+// in prompt tokens of prefill work, where pending is the uncached work queued
+// there net of its progress, uncached the request's own beyond the match, pace
+// the replica's prefill speed as a multiple of its fleet's, prompt the prompt
+// tokens in flight there, and
+//
+//	alpha = min(10, 1 + 2*waiting/N)
+//
+// with waiting requests before their first output on N candidates. An idle
+// fleet so follows the longest match; the more requests wait, the dearer it is
+// to compute a prefix twice; and a queue that outweighs the match sends the
+// request elsewhere. alpha = 1, the expected time to first token, is unstable:
+// it ignores that recomputing delays everyone behind.
+//
+// Source: search over published policies and public traces by replay
+// (integration/replay); BENCHMARKS.md has its results.
+func weigh(views []view, g *group, rule *Rule, prompt float64, blind bool, now time.Time) {
+	waiting, n := 0, 0
+	for i := range views {
+		if views[i].usable {
+			waiting += views[i].r.load.waiting
+			n++
+		}
+	}
+	alpha := rule.Alpha
+	switch {
+	case alpha > 0:
+	case blind:
+		alpha = alphaBlind
+	default:
+		alpha = min(alphaMost, 1+alphaSlope*float64(waiting)/float64(n))
+	}
+	scale := g.speed.rate() / speedDefault
+	for i := range views {
+		v := &views[i]
+		if !v.usable {
+			continue
+		}
+		l := &v.r.load
+		v.cost = (l.pending(g, now)+alpha*uncached(prompt, v.matched))/l.pace(g) +
+			beta*l.prompt + gamma*scale*float64(v.inFlight)
+	}
+}
+
+func uncached(prompt float64, matched uint32) float64 {
+	return max(prompt-float64(matched)/BytesPerToken, 1)
+}
+
+// least returns the candidate to take: of those that cost no more than the
+// cheapest, within what can't be told apart, and that don't give up more of a
+// match, in this order the session's, the one with the longest match, the
+// fewest requests in flight, and the one that tie says. Never the first in the
+// list for being first. -1: none is usable.
+func least(views []view, g *group, minMatch uint32, session int, tie func(i int) float64) int {
+	best := -1
+	for i := range views {
+		if views[i].usable && (best < 0 || views[i].cost < views[best].cost) {
+			best = i
+		}
+	}
+	if best < 0 {
+		return -1
+	}
+	limit := views[best].cost + max(bandLeast*g.speed.rate()/speedDefault, bandShare*views[best].cost)
+	floor := views[best].matched
+	rank := func(i int) (match uint32, inFlight int, last float64) {
+		if m := views[i].matched; m >= minMatch {
+			match = m / minMatch
+		}
+		return match, views[i].inFlight, tie(i)
+	}
+	match, inFlight, last := rank(best)
+	for i := range views {
+		v := &views[i]
+		if !v.usable || v.cost > limit || v.matched < floor && floor >= minMatch {
+			continue
+		}
+		if i == session {
+			return i
+		}
+		m, n, t := rank(i)
+		if m > match || m == match && (n < inFlight || n == inFlight && t < last) {
+			best, match, inFlight, last = i, m, n, t
+		}
+	}
+	return best
+}
+
+// rendezvous orders candidates for a hash so that everybody who asks agrees and
+// one that goes takes only its own along.
+func rendezvous(hash uint64, r *Replica) float64 { return float64(mix(hash ^ r.place)) }
+
+// unknown returns the first block of a chain that nobody holds, or its last:
+// where a conversation starts that shares only a system prompt with others.
+func unknown(chain []prefixhash.Block, views []view) uint64 {
+	n := 0
+	for i := range views {
+		n = max(n, views[i].blocks)
+	}
+	return chain[min(n, len(chain)-1)].Hash
+}
+
+// admit decides which candidates may be chosen: the available ones, and the
+// drained where they hold more than any of these or have the session or the
+// stored response; if there are none the drained, then those that failed.
+func admit(views []view, cands []Candidate, minMatch uint32, session, stored int) {
+	var held uint32
+	for i := range views {
+		if cands[i].State == Available {
+			held = max(held, views[i].matched)
+		}
+	}
+	any := false
+	for i := range views {
+		v := &views[i]
+		v.usable = cands[i].State == Available || cands[i].State == Drained && (v.matched >= held+minMatch || i == session || i == stored)
+		any = any || v.usable
+	}
+	for _, s := range [...]State{Drained, Failed} {
+		for i := range views {
+			if !any && cands[i].State == s {
+				views[i].usable = true
+			}
+		}
+		for i := range views {
+			any = any || views[i].usable
+		}
+	}
+}
+
+// idlest chooses for a request without a key: the fewest in flight, and of
+// equals the one whose turn it is.
+func idlest(views []view) int {
+	best := -1
+	for i := range views {
+		v := &views[i]
+		if !v.usable {
+			continue
+		}
+		if best < 0 || v.inFlight < views[best].inFlight ||
+			v.inFlight == views[best].inFlight && v.r.load.turn < views[best].r.load.turn {
+			best = i
+		}
+	}
+	return best
+}
+
+// reason says why candidate c was chosen, where nothing but the match counts.
+func reason(views []view, c, holder int, minMatch uint32) Reason {
+	if holder < 0 || views[holder].matched < minMatch {
+		return Cold
+	}
+	if views[c].matched >= minMatch && views[c].matched+minMatch > views[holder].matched {
+		return Affinity
+	}
+	var usable uint32
+	for i := range views {
+		if views[i].usable {
+			usable = max(usable, views[i].matched)
+		}
+	}
+	if usable >= minMatch && usable >= views[c].matched+minMatch {
+		return Overflow
+	}
+	return Unhealthy
+}
+
+// longest returns the candidate with the longest match, or -1; of equals the
+// chosen one, else a usable one.
+func longest(views []view, chosen int) int {
+	holder := -1
+	var most uint32
+	for i := range views {
+		m := views[i].matched
+		if m == 0 {
+			continue
+		}
+		if m > most || m == most && (i == chosen || views[i].usable && !views[holder].usable && holder != chosen) {
+			holder, most = i, m
+		}
+	}
+	return holder
+}

@@ -1,0 +1,168 @@
+package affinity
+
+import "github.com/prefix-affinity/caddy/prefixhash"
+
+// A table maps the block hashes that one replica is believed to hold to the
+// runs that own them. It is open addressing over pointer-free entries, split
+// by the hash's leading bits into segments that grow and split one at a time
+// (extendible hashing), so that no insertion rehashes more than one segment.
+//
+// Entries are never removed one by one: an entry is live while its run still
+// owns its byte position, and dead ones go when their segment is rebuilt.
+type table struct {
+	dir   []*segment // by the leading depth bits of a hash
+	depth uint8
+}
+
+type segment struct {
+	entries []entry // a power of two
+	filled  int     // entries in use, live or dead
+	depth   uint8   // leading hash bits that its entries share
+}
+
+// entry is 16 bytes; slot 0 marks an empty one.
+type entry struct {
+	hash uint64
+	slot uint32
+	gen  uint32
+}
+
+const (
+	// A segment starts small, because most replicas of most fleets hold little
+	// when they are new, and splits at a size that is rebuilt within some tens
+	// of microseconds.
+	smallSegment = 64
+	largeSegment = 4096
+	// deepest bounds the directory at 16M segments, whatever the hashes are.
+	deepest = 24
+)
+
+func newTable() *table {
+	return &table{dir: []*segment{{entries: make([]entry, smallSegment)}}}
+}
+
+func (t *table) segment(hash uint64) *segment { return t.dir[hash>>(64-t.depth)] }
+
+// find returns the entry of hash, live or dead, or nil.
+func (t *table) find(hash uint64) *entry {
+	s := t.segment(hash)
+	mask := uint64(len(s.entries) - 1)
+	for i := hash & mask; ; i = (i + 1) & mask {
+		e := &s.entries[i]
+		if e.slot == 0 {
+			return nil
+		}
+		if e.hash == hash {
+			return e
+		}
+	}
+}
+
+// owner returns the slot of the run that owns a block, or 0.
+func (t *table) owner(o *order, b prefixhash.Block) uint32 {
+	e := t.find(b.Hash)
+	if e == nil {
+		return 0
+	}
+	r := &o.runs[e.slot]
+	if r.gen != e.gen || b.End <= r.start || b.End > r.end {
+		return 0
+	}
+	return e.slot
+}
+
+// put makes the run in slot the owner of hash.
+func (t *table) put(o *order, hash uint64, slot uint32) {
+	gen := o.runs[slot].gen
+	for {
+		s := t.segment(hash)
+		mask := uint64(len(s.entries) - 1)
+		i := hash & mask
+		for s.entries[i].slot != 0 && s.entries[i].hash != hash {
+			i = (i + 1) & mask
+		}
+		e := &s.entries[i]
+		if e.slot != 0 {
+			e.slot, e.gen = slot, gen
+			return
+		}
+		if 4*(s.filled+1) <= 3*len(s.entries) {
+			*e = entry{hash, slot, gen}
+			s.filled++
+			return
+		}
+		t.grow(o, s, hash)
+	}
+}
+
+// drop makes the entry of hash a dead one if the run in slot owns it.
+func (t *table) drop(o *order, hash uint64, slot uint32) {
+	if e := t.find(hash); e != nil && e.slot == slot && e.gen == o.runs[slot].gen {
+		e.gen--
+	}
+}
+
+// grow rebuilds a full segment: without its dead entries where these are many,
+// else at twice the size, else as two.
+func (t *table) grow(o *order, s *segment, hash uint64) {
+	live := 0
+	for i := range s.entries {
+		if e := &s.entries[i]; e.slot != 0 && o.runs[e.slot].gen == e.gen {
+			live++
+		}
+	}
+	switch {
+	case 2*live <= len(s.entries):
+		t.rebuild(o, s, s, len(s.entries))
+	case len(s.entries) < largeSegment || s.depth == deepest:
+		t.rebuild(o, s, s, 2*len(s.entries))
+	default:
+		t.split(o, s, hash)
+	}
+}
+
+func (t *table) split(o *order, s *segment, hash uint64) {
+	if s.depth == t.depth {
+		dir := make([]*segment, 2*len(t.dir))
+		for i, s := range t.dir {
+			dir[2*i], dir[2*i+1] = s, s
+		}
+		t.dir, t.depth = dir, t.depth+1
+	}
+	s.depth++
+	twin := &segment{depth: s.depth}
+	// The directory entries of s are neighbours; the upper half becomes the twin's.
+	n := 1 << (t.depth - s.depth)
+	first := int(hash>>(64-t.depth)) &^ (2*n - 1)
+	for i := first + n; i < first+2*n; i++ {
+		t.dir[i] = twin
+	}
+	t.rebuild(o, s, twin, len(s.entries))
+}
+
+// rebuild moves the live entries of s to new space: those whose next hash bit
+// is set to twin, which may be s itself.
+func (t *table) rebuild(o *order, s, twin *segment, size int) {
+	old := s.entries
+	s.entries, s.filled = make([]entry, size), 0
+	if twin != s {
+		twin.entries, twin.filled = make([]entry, size), 0
+	}
+	bit := uint64(1) << 63 >> (s.depth - 1)
+	mask := uint64(size - 1)
+	for _, e := range old {
+		if e.slot == 0 || o.runs[e.slot].gen != e.gen {
+			continue
+		}
+		to := s
+		if twin != s && e.hash&bit != 0 {
+			to = twin
+		}
+		i := e.hash & mask
+		for to.entries[i].slot != 0 {
+			i = (i + 1) & mask
+		}
+		to.entries[i] = e
+		to.filled++
+	}
+}

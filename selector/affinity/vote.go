@@ -1,0 +1,110 @@
+package affinity
+
+import "math"
+
+// A vote finds the capacity of an LRU cache from reports of the kind "hit up to
+// this distance" and "missed from that one": it is the capacity that the fewest
+// of them contradict. There is no start value, gain or reset; until a first miss
+// is reported the capacity is unlimited. Distances and capacities are in prompt
+// bytes.
+//
+// The constants are insensitive (BENCHMARKS.md has the rows).
+type vote struct {
+	hit, miss [voteBins]float64 // reports by distance, each worth weight when made
+	weight    float64           // of a report made now; grows so that old ones fade
+}
+
+const (
+	voteSteps = 16                  // bins a doubling: capacities are found to 4 %
+	voteLeast = 256 * BytesPerToken // smaller caches count as this
+	voteBins  = voteSteps*22 + 1    // up to 1G tokens
+	voteKeep  = 0.997               // what a report is worth at the next one
+	voteTold  = 20                  // reports that a capacity told from outside is worth
+	votePool  = 0.1                 // what a report of the replica's peers is worth beside its own
+	unlimited = int64(math.MaxInt64 / 4)
+)
+
+func voteBin(distance int64) int {
+	if distance <= voteLeast {
+		return 0
+	}
+	return min(int(voteSteps*math.Log2(float64(distance)/voteLeast)), voteBins-1)
+}
+
+// age makes room for a new report.
+func (v *vote) age() {
+	if v.weight == 0 {
+		v.weight = 1
+	}
+	if v.weight /= voteKeep; v.weight > 1e12 {
+		for i := range v.hit {
+			v.hit[i] /= v.weight
+			v.miss[i] /= v.weight
+		}
+		v.weight = 1
+	}
+}
+
+// report takes in that a cache held what was used up to distance hit, and had
+// lost what was used at distance miss. Either may be 0: nothing to say.
+func (v *vote) report(hit, miss int64) {
+	v.age()
+	if hit > 0 {
+		v.hit[voteBin(hit)] += v.weight
+	}
+	if miss > 0 {
+		v.miss[voteBin(miss)] += v.weight
+	}
+}
+
+// tell takes in a capacity known from elsewhere, as if it had been reported.
+func (v *vote) tell(capacity int64) {
+	v.age()
+	bin := voteBin(capacity)
+	v.hit[max(bin-1, 0)] += voteTold * v.weight
+	v.miss[bin] += voteTold * v.weight
+}
+
+// settle returns the bin of the capacity that own and, at a tenth of their
+// weight, the pool's reports contradict least; the largest of equals, because
+// one that is too large is soon corrected.
+func settle(own, pool *vote) (bin int) {
+	mine := 1 / max(own.weight, 1)
+	others := votePool / max(pool.weight, 1)
+	bad, least := 0.0, math.Inf(1) // hits beyond + misses within, less a constant
+	for i := range voteBins + 1 {
+		if bad <= least+1e-9 {
+			least, bin = bad, i
+		}
+		if i < voteBins {
+			bad += mine*(own.miss[i]-own.hit[i]) + others*(pool.miss[i]-pool.hit[i])
+		}
+	}
+	return bin
+}
+
+// capacityOf returns the least capacity of a bin.
+func capacityOf(bin int) int64 {
+	if bin >= voteBins {
+		return unlimited
+	}
+	return int64(voteLeast * math.Exp2(float64(bin)/voteSteps))
+}
+
+// contradicted returns the share of the reports that speak against the capacity
+// of a bin, and what the reports amount to.
+func (v *vote) contradicted(bin int) (share, reports float64) {
+	against := 0.0
+	for i := range voteBins {
+		reports += v.hit[i] + v.miss[i]
+		if i < bin {
+			against += v.miss[i]
+		} else {
+			against += v.hit[i]
+		}
+	}
+	if reports == 0 {
+		return 0, 0
+	}
+	return against / reports, reports / v.weight
+}
