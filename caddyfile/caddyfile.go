@@ -1,0 +1,233 @@
+// Package caddyfile turns the tokens of a prefix_affinity block into its
+// configuration. It reads; selector checks and fills in defaults.
+package caddyfile
+
+import (
+	"encoding/json"
+	"regexp"
+	"strconv"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/dustin/go-humanize"
+
+	"github.com/prefix-affinity/caddy/selector"
+)
+
+// Unmarshal reads one `lb_policy prefix_affinity` with its block into c.
+func Unmarshal(d *caddyfile.Dispenser, c *selector.Config) error {
+	d.Next() // consume the policy's name
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	seen := make(map[string]bool)
+	for d.NextBlock(0) {
+		option := d.Val()
+		read, ok := options[option]
+		if !ok {
+			return d.Errf("unrecognized option '%s'", option)
+		}
+		if seen[option] && option != "ignore" {
+			return d.Errf("%s already specified", option)
+		}
+		seen[option] = true
+		if err := read(d, c); err != nil {
+			return err
+		}
+		if err := c.Validate(); err != nil { // here, so that the error names the option's line
+			return d.WrapErr(err)
+		}
+	}
+	return nil
+}
+
+// options holds the reader of each option. A reader stands on the option's name
+// and takes the rest of its line.
+var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
+	"fallback": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+		c.FallbackRaw, err = fallback(d)
+		return err
+	},
+	"block_size": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		size, err := size(d)
+		c.BlockSize = int(size)
+		return err
+	},
+	"max_body": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+		c.MaxBody, err = size(d)
+		return err
+	},
+	"min_match": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+		c.MinMatch, err = count(d, "tokens")
+		return err
+	},
+	"affinity_weight": weight,
+	"replica_cache": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		if auto(d) {
+			return only(d)
+		}
+		var err error
+		c.ReplicaCache, err = count(d, "tokens")
+		return err
+	},
+	"orca": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		c.ORCA = "text"
+		if d.NextArg() {
+			c.ORCA = d.Val()
+		}
+		if c.ORCA != "text" && c.ORCA != "json" {
+			return d.Errf("invalid orca '%s': should be text or json", c.ORCA)
+		}
+		return only(d)
+	},
+	"cached_tokens_header": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		return text(d, &c.CachedTokensHeader)
+	},
+	"queue_depth_header": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		return text(d, &c.QueueDepthHeader)
+	},
+	"session_header": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		c.SessionHeaders = d.RemainingArgs()
+		if len(c.SessionHeaders) == 0 {
+			return d.ArgErr()
+		}
+		return nil
+	},
+	"scope": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		return text(d, &c.Scope)
+	},
+	"ignore": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		var expr string
+		if err := text(d, &expr); err != nil {
+			return err
+		}
+		if _, err := regexp.Compile(expr); err != nil {
+			return d.Errf("invalid ignore '%s': %v", expr, err)
+		}
+		c.Ignore = append(c.Ignore, expr)
+		return nil
+	},
+	"seed": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		return text(d, &c.Seed)
+	},
+	"index_size": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+		c.IndexSize, err = count(d, "blocks")
+		return err
+	},
+	"drain": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		c.Drain = d.RemainingArgs()
+		if len(c.Drain) == 0 {
+			return d.ArgErr()
+		}
+		return nil
+	},
+	"drain_timeout": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		var value string
+		if err := text(d, &value); err != nil {
+			return err
+		}
+		timeout, err := caddy.ParseDuration(value)
+		if err != nil || timeout <= 0 {
+			return d.Errf("invalid drain_timeout '%s': should be a duration such as 30m", value)
+		}
+		c.DrainTimeout = caddy.Duration(timeout)
+		return nil
+	},
+	"explain": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		c.Explain = true
+		return only(d)
+	},
+}
+
+// fallback reads a selection policy, its block included, as reverse_proxy does.
+func fallback(d *caddyfile.Dispenser) (json.RawMessage, error) {
+	if !d.NextArg() {
+		return nil, d.ArgErr()
+	}
+	name := d.Val()
+	id := "http.reverse_proxy.selection_policies." + name
+	module, err := caddyfile.UnmarshalModule(d, id)
+	if err != nil {
+		return nil, err
+	}
+	policy, ok := module.(reverseproxy.Selector)
+	if !ok {
+		return nil, d.Errf("module %s (%T) is not a reverseproxy.Selector", id, module)
+	}
+	return caddyconfig.JSONModuleObject(policy, "policy", name, nil), nil
+}
+
+func weight(d *caddyfile.Dispenser, c *selector.Config) error {
+	if auto(d) {
+		return only(d)
+	}
+	var value string
+	if err := text(d, &value); err != nil {
+		return err
+	}
+	weight, err := strconv.ParseFloat(value, 64)
+	if err != nil || !(weight >= 1 && weight <= 100) {
+		return d.Errf("invalid affinity_weight '%s': should be from 1 to 100, or auto", value)
+	}
+	c.AffinityWeight = weight
+	return nil
+}
+
+// text reads the single argument of an option.
+func text(d *caddyfile.Dispenser, to *string) error {
+	if !d.NextArg() || d.Val() == "" {
+		return d.ArgErr()
+	}
+	*to = d.Val()
+	return only(d)
+}
+
+// only fails where an option has more arguments.
+func only(d *caddyfile.Dispenser) error {
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	return nil
+}
+
+// auto reports whether the option's argument is the word auto, and takes it.
+func auto(d *caddyfile.Dispenser) bool {
+	if !d.NextArg() {
+		return false
+	}
+	if d.Val() == "auto" {
+		return true
+	}
+	d.Prev()
+	return false
+}
+
+// size reads a size in bytes, with or without a unit.
+func size(d *caddyfile.Dispenser) (int64, error) {
+	option := d.Val()
+	var value string
+	if err := text(d, &value); err != nil {
+		return 0, err
+	}
+	size, err := humanize.ParseBytes(value)
+	if err != nil || size == 0 || size > 1<<40 {
+		return 0, d.Errf("invalid %s '%s': should be a size such as 256 or 8MiB", option, value)
+	}
+	return int64(size), nil
+}
+
+// count reads a positive whole number.
+func count(d *caddyfile.Dispenser, unit string) (int, error) {
+	option := d.Val()
+	var value string
+	if err := text(d, &value); err != nil {
+		return 0, err
+	}
+	n, err := strconv.Atoi(value)
+	if err != nil || n < 1 {
+		return 0, d.Errf("invalid %s '%s': should be a positive number of %s", option, value, unit)
+	}
+	return n, nil
+}

@@ -1,0 +1,136 @@
+package integration
+
+import (
+	"bytes"
+	"encoding/json"
+	"flag"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	_ "github.com/caddyserver/caddy/v2/modules/standard"
+
+	_ "github.com/prefix-affinity/caddy"
+)
+
+var update = flag.Bool("update", false, "write what the adapter gives into the fixtures of integration/adapt")
+
+const divider = "----------\n"
+
+// adapt turns a Caddyfile into indented JSON, as `caddy adapt --pretty` does,
+// and fails where it is not formatted as `caddy fmt` would.
+func adapt(t *testing.T, caddyfile string) (string, error) {
+	t.Helper()
+	result, warnings, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(caddyfile), map[string]any{"filename": "Caddyfile"})
+	if err != nil {
+		return "", err
+	}
+	for _, warning := range warnings {
+		t.Errorf("line %d: %s", warning.Line, warning.Message)
+	}
+	var pretty bytes.Buffer
+	if err := json.Indent(&pretty, result, "", "\t"); err != nil {
+		t.Fatal(err)
+	}
+	return pretty.String() + "\n", nil
+}
+
+// A fixture is a Caddyfile, a divider and the JSON that it must adapt to, or
+// the error that it must give. They show every option at work.
+func TestAdaptFixtures(t *testing.T) {
+	fixtures, err := filepath.Glob("adapt/*.caddyfiletest")
+	if err != nil || len(fixtures) == 0 {
+		t.Fatalf("no fixtures: %v", err)
+	}
+	for _, path := range fixtures {
+		t.Run(strings.TrimSuffix(filepath.Base(path), ".caddyfiletest"), func(t *testing.T) {
+			content, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			caddyfile, want, _ := strings.Cut(string(content), divider)
+			got, err := adapt(t, caddyfile)
+			if err != nil {
+				got = "error: " + err.Error() + "\n"
+			}
+			if *update {
+				if err := os.WriteFile(path, []byte(caddyfile+divider+got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+				return
+			}
+			if got != want {
+				t.Errorf("got:\n%s\nwant:\n%s", got, want)
+			}
+		})
+	}
+}
+
+// Each mistake must be told with the option's name and line: here always line 4.
+func TestAdaptErrors(t *testing.T) {
+	for _, test := range []struct{ name, option, want string }{
+		{"unknown/option", "bogus", "unrecognized option 'bogus'"},
+		{"unknown/fallback", "fallback nosuch", "http.reverse_proxy.selection_policies.nosuch"},
+		{"repeated/fallback", "fallback random\nfallback first", "fallback already specified"},
+		{"repeated/block_size", "block_size 256\nblock_size 256", "block_size already specified"},
+		{"repeated/orca", "orca\norca", "orca already specified"},
+		{"repeated/explain", "explain\nexplain", "explain already specified"},
+		{"missing/fallback", "fallback", "wrong argument count"},
+		{"missing/block_size", "block_size", "wrong argument count"},
+		{"missing/max_body", "max_body", "wrong argument count"},
+		{"missing/min_match", "min_match", "wrong argument count"},
+		{"missing/affinity_weight", "affinity_weight", "wrong argument count"},
+		{"missing/replica_cache", "replica_cache", "wrong argument count"},
+		{"missing/cached_tokens_header", "cached_tokens_header", "wrong argument count"},
+		{"missing/queue_depth_header", "queue_depth_header", "wrong argument count"},
+		{"missing/session_header", "session_header", "wrong argument count"},
+		{"missing/scope", "scope", "wrong argument count"},
+		{"missing/ignore", "ignore", "wrong argument count"},
+		{"missing/seed", "seed", "wrong argument count"},
+		{"missing/drain", "drain", "wrong argument count"},
+		{"value/drain_timeout", "drain_timeout soon", "invalid drain_timeout 'soon'"},
+		{"missing/index_size", "index_size", "wrong argument count"},
+		{"extra/block_size", "block_size 256 512", "wrong argument count"},
+		{"extra/affinity_weight", "affinity_weight auto 2", "wrong argument count"},
+		{"extra/replica_cache", "replica_cache auto 2", "wrong argument count"},
+		{"extra/orca", "orca text json", "wrong argument count"},
+		{"extra/scope", "scope a b", "wrong argument count"},
+		{"extra/explain", "explain yes", "wrong argument count"},
+		{"value/block_size", "block_size tiny", "invalid block_size 'tiny'"},
+		{"value/block_size-range", "block_size 7", "invalid block_size '7'"},
+		{"value/max_body", "max_body -1", "invalid max_body '-1'"},
+		{"value/max_body-range", "max_body 4GB", "invalid max_body '4000000000'"},
+		{"value/min_match", "min_match 0", "invalid min_match '0'"},
+		{"value/affinity_weight", "affinity_weight 0.5", "invalid affinity_weight '0.5'"},
+		{"value/affinity_weight-nan", "affinity_weight NaN", "invalid affinity_weight 'NaN'"},
+		{"value/replica_cache", "replica_cache lots", "invalid replica_cache 'lots'"},
+		{"value/orca", "orca xml", "invalid orca 'xml'"},
+		{"value/cached_tokens_header", `cached_tokens_header "not a name"`, "invalid cached_tokens_header 'not a name'"},
+		{"value/queue_depth_header", `queue_depth_header "b:c"`, "invalid queue_depth_header 'b:c'"},
+		{"value/session_header", `session_header X-Ok "not ok"`, "invalid session_header 'not ok'"},
+		{"value/ignore", "ignore (", "invalid ignore '('"},
+		{"value/ignore-empty", "ignore a*", "invalid ignore 'a*'"},
+		{"value/index_size", "index_size 1.5", "invalid index_size '1.5'"},
+		{"value/index_size-range", "index_size 3", "invalid index_size '3'"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			lines := strings.Split(test.option, "\n")
+			caddyfile := ":80\nreverse_proxy a:1 b:1 {\n\tlb_policy prefix_affinity {\n\t\t" + strings.Join(lines, "\n\t\t") + "\n\t}\n}\n"
+			_, err := adapt(t, caddyfile)
+			if err == nil {
+				t.Fatal("adapted without an error")
+			}
+			line := "Caddyfile:" + string(rune('0'+3+len(lines)))
+			if !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), line) {
+				t.Errorf("got %q, want it to name %q and %q", err, test.want, line)
+			}
+		})
+	}
+	t.Run("extra/policy", func(t *testing.T) {
+		if _, err := adapt(t, ":80\nreverse_proxy a:1 {\n\tlb_policy prefix_affinity x\n}\n"); err == nil || !strings.Contains(err.Error(), "Caddyfile:3") {
+			t.Errorf("got %v", err)
+		}
+	})
+}

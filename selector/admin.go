@@ -1,0 +1,332 @@
+package selector
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+	"github.com/prefix-affinity/caddy/selector/affinity"
+)
+
+func init() {
+	caddy.RegisterModule(adminAPI{})
+}
+
+// adminAPI serves the state of all prefix_affinity policies on Caddy's admin
+// endpoint:
+//
+//	GET  /prefix_affinity/upstreams            what is known of each upstream
+//	POST /prefix_affinity/lookup?path=<path>   who holds the prompt of the posted request body
+//	POST /prefix_affinity/drain?upstream=<address>[&force=true]
+//	POST /prefix_affinity/undrain?upstream=<address>
+//	POST /prefix_affinity/forget?upstream=<address>
+//
+// Answers are JSON. They hold counts and addresses, never text of a prompt, a
+// key or a hash.
+type adminAPI struct{}
+
+// CaddyModule returns the Caddy module information.
+func (adminAPI) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{
+		ID:  "admin.api.prefix_affinity",
+		New: func() caddy.Module { return new(adminAPI) },
+	}
+}
+
+// Routes returns the routes of the API.
+func (adminAPI) Routes() []caddy.AdminRoute {
+	route := func(name, method string, handle func(*http.Request) (any, error)) caddy.AdminRoute {
+		return caddy.AdminRoute{
+			Pattern: "/prefix_affinity/" + name,
+			Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+				if r.Method != method {
+					w.Header().Set("Allow", method)
+					return apiError(http.StatusMethodNotAllowed, "method '%s' not allowed: use %s", r.Method, method)
+				}
+				answer, err := handle(r)
+				if err != nil {
+					return err
+				}
+				w.Header().Set("Content-Type", "application/json")
+				return json.NewEncoder(w).Encode(answer)
+			}),
+		}
+	}
+	return []caddy.AdminRoute{
+		route("upstreams", http.MethodGet, listUpstreams),
+		route("lookup", http.MethodPost, lookup),
+		route("drain", http.MethodPost, drain),
+		route("undrain", http.MethodPost, undrain),
+		route("forget", http.MethodPost, forget),
+	}
+}
+
+func apiError(status int, format string, args ...any) error {
+	return caddy.APIError{HTTPStatus: status, Err: fmt.Errorf(format, args...)}
+}
+
+// live are the policies of the configurations that are loaded.
+var live = struct {
+	sync.Mutex
+	policies map[*Policy]struct{}
+}{policies: make(map[*Policy]struct{})}
+
+func (p *Policy) enlist() {
+	live.Lock()
+	defer live.Unlock()
+	live.policies[p] = struct{}{}
+}
+
+func (p *Policy) retire() {
+	live.Lock()
+	defer live.Unlock()
+	delete(live.policies, p)
+}
+
+func livePolicies() []*Policy {
+	live.Lock()
+	defer live.Unlock()
+	return slices.Collect(maps.Keys(live.policies))
+}
+
+// upstreamState is what the API tells of an upstream.
+type upstreamState struct {
+	Address              string  `json:"address"`
+	PendingRequests      int     `json:"pending_requests"`
+	WaitingRequests      int     `json:"waiting_requests"`
+	PendingPrefillTokens float64 `json:"pending_prefill_tokens"`
+	PromptTokensInFlight float64 `json:"prompt_tokens_in_flight"`
+	QueueDepth           float64 `json:"queue_depth"`
+	IndexBlocks          int     `json:"index_blocks"`
+
+	// Left out while not known.
+	CacheCapacityTokens    int     `json:"cache_capacity_tokens,omitempty"`
+	PrefillTokensPerSecond float64 `json:"prefill_tokens_per_second,omitempty"`
+
+	CachedTokenReports float64 `json:"cached_token_reports"`
+	ContradictedRatio  float64 `json:"contradicted_ratio"`
+	Generation         uint32  `json:"generation"`
+
+	Drain *drainState `json:"drain,omitempty"`
+}
+
+type drainState struct {
+	By    string    `json:"by"` // config or api
+	Since time.Time `json:"since"`
+}
+
+func listUpstreams(*http.Request) (any, error) {
+	list := []upstreamState{}
+	fleet := currentFleet()
+	if fleet == nil {
+		return list, nil
+	}
+	for _, s := range fleet.Snapshot(time.Now()) {
+		u := upstreamState{
+			Address:              s.Address,
+			PendingRequests:      s.InFlight,
+			WaitingRequests:      s.Waiting,
+			PendingPrefillTokens: s.PendingPrefillTokens,
+			PromptTokensInFlight: s.PromptTokens,
+			QueueDepth:           s.QueueDepth,
+			IndexBlocks:          s.Blocks,
+			CacheCapacityTokens:  s.CapacityTokens,
+			CachedTokenReports:   s.Reports,
+			ContradictedRatio:    s.Contradicted,
+			Generation:           s.Generation,
+			Drain:                drainOf(s.Address),
+		}
+		if s.SpeedMeasurements > 0 {
+			u.PrefillTokensPerSecond = s.TokensPerSecond
+		}
+		list = append(list, u)
+	}
+	return list, nil
+}
+
+func drainOf(upstream string) *drainState {
+	for _, p := range livePolicies() {
+		if since, ok := p.drains.of(upstream); ok {
+			return &drainState{"config", since}
+		}
+	}
+	if api := currentDrains(); api != nil {
+		if since, ok := api.of(upstream); ok {
+			return &drainState{"api", since}
+		}
+	}
+	return nil
+}
+
+// lookupAnswer tells of one index: policies whose hashes differ have their own.
+type lookupAnswer struct {
+	BlockSize    int    `json:"block_size"`
+	Unkeyed      string `json:"unkeyed,omitempty"` // why the body has no key
+	PromptTokens int    `json:"prompt_tokens"`
+	Blocks       int    `json:"blocks"`
+
+	Upstreams []lookupUpstream `json:"upstreams"`
+}
+
+type lookupUpstream struct {
+	Address       string `json:"address"`
+	MatchedTokens int    `json:"matched_tokens"`
+}
+
+func lookup(r *http.Request) (any, error) {
+	path := r.URL.Query().Get("path")
+	if path == "" {
+		path = "/v1/chat/completions"
+	}
+	scope := r.URL.Query().Get("scope")
+	policies := livePolicies()
+	var most int64
+	for _, p := range policies {
+		most = max(most, p.config.MaxBody)
+	}
+	body, err := io.ReadAll(io.LimitReader(r.Body, most+1))
+	if err != nil {
+		return nil, apiError(http.StatusBadRequest, "reading body: %v", err)
+	}
+	answers := []lookupAnswer{}
+	seen := make(map[*affinity.Index]bool)
+	for _, p := range policies {
+		if seen[p.learned.index] {
+			continue
+		}
+		seen[p.learned.index] = true
+		answers = append(answers, p.lookup(path, scope, body))
+	}
+	slices.SortFunc(answers, func(a, b lookupAnswer) int { return a.BlockSize - b.BlockSize })
+	return answers, nil
+}
+
+func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
+	answer := lookupAnswer{BlockSize: p.config.BlockSize, Upstreams: []lookupUpstream{}}
+	whole := int64(len(body)) <= p.config.MaxBody
+	if !whole {
+		body = body[:p.config.MaxBody]
+	}
+	var key prefixhash.Key
+	if cause := p.hasher().Sum(&key, path, body, whole, scope); cause != prefixhash.Keyed {
+		answer.Unkeyed = cause.String()
+		return answer
+	}
+	answer.Blocks, answer.PromptTokens = len(key.Blocks), key.Bytes/affinity.BytesPerToken
+	var candidates []affinity.Candidate
+	for _, s := range p.learned.fleet.Snapshot(time.Now()) {
+		if replica := p.learned.fleet.Find(s.Address); replica != nil {
+			answer.Upstreams = append(answer.Upstreams, lookupUpstream{Address: s.Address})
+			candidates = append(candidates, affinity.Candidate{Replica: replica})
+		}
+	}
+	matched := make([]int, len(candidates))
+	p.learned.index.Lookup(&key, candidates, &p.rule, matched)
+	for i := range matched {
+		answer.Upstreams[i].MatchedTokens = matched[i]
+	}
+	return answer
+}
+
+// named returns the upstream that a request speaks of.
+func named(r *http.Request) (string, *affinity.Replica, error) {
+	upstream := r.URL.Query().Get("upstream")
+	if upstream == "" {
+		return "", nil, apiError(http.StatusBadRequest, "no upstream given: add ?upstream=<address>")
+	}
+	fleet := currentFleet()
+	if fleet == nil {
+		return "", nil, apiError(http.StatusNotFound, "no prefix_affinity policy is configured")
+	}
+	replica := fleet.Find(upstream)
+	if replica == nil && !configured(upstream) {
+		return "", nil, apiError(http.StatusNotFound, "unknown upstream '%s': use an address of GET /prefix_affinity/upstreams", upstream)
+	}
+	return upstream, replica, nil
+}
+
+// configured reports whether any policy's handler names the upstream.
+func configured(upstream string) bool {
+	for _, p := range livePolicies() {
+		if slices.Contains(p.observer.dials(), upstream) {
+			return true
+		}
+	}
+	return false
+}
+
+func drain(r *http.Request) (any, error) {
+	upstream, _, err := named(r)
+	if err != nil {
+		return nil, err
+	}
+	if d := drainOf(upstream); d != nil && d.By == "config" {
+		return nil, apiError(http.StatusConflict, "upstream '%s' is drained by the configuration already", upstream)
+	}
+	if r.URL.Query().Get("force") != "true" {
+		for _, p := range livePolicies() {
+			if p.lastOne(upstream) {
+				return nil, apiError(http.StatusConflict, "upstream '%s' is the last one that is not drained: add &force=true to drain it all the same", upstream)
+			}
+		}
+	}
+	currentDrains().set(upstream, time.Now())
+	return drainOf(upstream), nil
+}
+
+// lastOne reports whether upstream is the only one of the policy's upstreams
+// that gets new prefixes. Upstreams that are found dynamically are not known
+// beforehand: for them all that served lately count.
+func (p *Policy) lastOne(upstream string) bool {
+	all := p.observer.dials()
+	if len(all) == 0 {
+		for _, s := range p.learned.fleet.Snapshot(time.Now()) {
+			all = append(all, s.Address)
+		}
+	}
+	if !slices.Contains(all, upstream) {
+		return false
+	}
+	return !slices.ContainsFunc(all, func(other string) bool {
+		return other != upstream && drainOf(other) == nil
+	})
+}
+
+func undrain(r *http.Request) (any, error) {
+	upstream, _, err := named(r)
+	if err != nil {
+		return nil, err
+	}
+	if d := drainOf(upstream); d != nil && d.By == "config" {
+		return nil, apiError(http.StatusConflict, "upstream '%s' is drained by the configuration: take it out of the drain option", upstream)
+	}
+	if !currentDrains().end(upstream) {
+		return nil, apiError(http.StatusConflict, "upstream '%s' is not drained", upstream)
+	}
+	return struct{}{}, nil
+}
+
+func forget(r *http.Request) (any, error) {
+	_, replica, err := named(r)
+	if err != nil {
+		return nil, err
+	}
+	if replica != nil {
+		replica.Forget()
+	}
+	return struct{}{}, nil
+}
+
+// Interface guards
+var (
+	_ caddy.Module      = (*adminAPI)(nil)
+	_ caddy.AdminRouter = (*adminAPI)(nil)
+)

@@ -1,0 +1,216 @@
+package selector
+
+import (
+	"errors"
+	"io"
+	"math/bits"
+	"net/http"
+	"sync"
+	"sync/atomic"
+)
+
+// errRevoked ends the reads of an attempt that was given up for another one.
+var errRevoked = errors.New("request body belongs to a later attempt")
+
+// held is what was read of a request body for its key, kept so that every
+// attempt gets the body byte for byte. Its bytes don't change once it is made;
+// the request and the body of each attempt hold it, and the last one to let go
+// returns its memory to the pool.
+type held struct {
+	bytes []byte
+	page  *page
+	err   error         // how reading ended, io.EOF where the body is whole
+	tail  io.ReadCloser // what was not read; it can be read once only
+	taken atomic.Bool   // an attempt has begun to read the tail
+	cut   atomic.Bool   // the client failed to send it all
+	refs  atomic.Int32
+}
+
+// whole reports whether the entire body is held.
+func (h *held) whole() bool { return h.err == io.EOF }
+
+// broken reports whether the client failed to send its whole body, so that no
+// upstream is to blame.
+func (h *held) broken() bool {
+	return h != nil && (h.cut.Load() || h.err != nil && h.err != io.EOF)
+}
+
+// retain adds a holder; false means that the bytes are gone.
+func (h *held) retain() bool {
+	for {
+		n := h.refs.Load()
+		if n == 0 {
+			return false
+		}
+		if h.refs.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
+func (h *held) release() {
+	if h.refs.Add(-1) == 0 {
+		h.page.free()
+		h.page, h.bytes = nil, nil
+	}
+}
+
+// hold reads from body until it ends, until limit bytes are read, or until
+// wanted says no to what has come so far. size is the announced length, -1 if
+// unknown; memory grows with what arrives, never with what is announced.
+func hold(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) *held {
+	h := &held{tail: body}
+	h.refs.Store(1)
+	h.page = newPage(firstPage(size, limit))
+	buf, n := h.page.buf, 0
+	asked := false
+	for {
+		if n == len(buf) {
+			if int64(n) >= limit {
+				break
+			}
+			next := newPage(nextPage(int64(n), size, limit))
+			copy(next.buf, buf)
+			h.page.free()
+			h.page, buf = next, next.buf
+		}
+		room := buf[n:]
+		if rest := limit - int64(n); int64(len(room)) > rest {
+			room = room[:rest]
+		}
+		if len(room) == 0 {
+			break
+		}
+		m, err := body.Read(room)
+		n += m
+		if err != nil {
+			h.err, h.tail = err, nil
+			break
+		}
+		if !asked && n > 0 {
+			asked = true
+			if !wanted(buf[:n]) {
+				break
+			}
+		}
+	}
+	h.bytes = buf[:n]
+	return h
+}
+
+// attemptBody is a held body as one attempt sends it.
+type attemptBody struct {
+	held *held
+
+	mu   sync.Mutex
+	off  int
+	over bool // closed or revoked
+}
+
+// open returns the body for a new attempt, or nil where none can be built: its
+// tail is gone with an earlier attempt, or the request is over.
+func (h *held) open() *attemptBody {
+	if h.taken.Load() || !h.retain() {
+		return nil
+	}
+	return &attemptBody{held: h}
+}
+
+func (b *attemptBody) Read(p []byte) (int, error) {
+	b.mu.Lock()
+	if b.over {
+		b.mu.Unlock()
+		return 0, errRevoked
+	}
+	h := b.held
+	if b.off < len(h.bytes) {
+		n := copy(p, h.bytes[b.off:])
+		b.off += n
+		b.mu.Unlock()
+		return n, nil
+	}
+	if h.err != nil {
+		b.mu.Unlock()
+		return 0, h.err
+	}
+	h.taken.Store(true) // under the lock, so that revoke can't miss it
+	b.mu.Unlock()
+	n, err := h.tail.Read(p)
+	if err != nil && err != io.EOF {
+		h.cut.Store(true)
+	}
+	return n, err
+}
+
+// Close ends this attempt's body. The client's own body stays open for later
+// attempts: net/http's server closes it when the handler returns.
+func (b *attemptBody) Close() error {
+	b.mu.Lock()
+	over := b.over
+	b.over = true
+	b.mu.Unlock()
+	if !over {
+		b.held.release()
+	}
+	return nil
+}
+
+// again offers a whole body to net/http, which sends it once more on a new
+// connection when a kept-alive one turned out to be closed.
+func (h *held) again() (io.ReadCloser, error) {
+	if b := h.open(); b != nil {
+		return b, nil
+	}
+	return nil, http.ErrBodyReadAfterClose
+}
+
+// page is pooled memory for bodies.
+type page struct {
+	buf   []byte
+	class int // index into pages; -1: not pooled
+}
+
+const (
+	minPageBits = 12 // 4 KiB: most questions without history
+	maxPageBits = 23 // 8 MiB: the default max_body
+	// trustedBytes of an announced length are taken at once, and from there on
+	// growthFactor times of what has arrived.
+	trustedBytes = 64 << 10
+	growthFactor = 8
+)
+
+var pages [maxPageBits - minPageBits + 1]sync.Pool
+
+func newPage(size int64) *page {
+	class := max(0, bits.Len64(uint64(size-1))-minPageBits)
+	if class >= len(pages) {
+		return &page{buf: make([]byte, size), class: -1}
+	}
+	if p, ok := pages[class].Get().(*page); ok {
+		return p
+	}
+	return &page{buf: make([]byte, 1<<(class+minPageBits)), class: class}
+}
+
+func (p *page) free() {
+	if p.class >= 0 {
+		pages[p.class].Put(p)
+	}
+}
+
+// firstPage and nextPage ask for one byte more than announced, so that the read
+// that reports the end of the body has room.
+func firstPage(size, limit int64) int64 {
+	if size < 0 {
+		return min(limit, 1<<minPageBits)
+	}
+	return min(size+1, limit, trustedBytes)
+}
+
+func nextPage(have, size, limit int64) int64 {
+	next := growthFactor * have
+	if size >= have {
+		next = min(next, size+1)
+	}
+	return min(next, limit)
+}

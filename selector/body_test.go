@@ -1,0 +1,143 @@
+package selector
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"testing/iotest"
+)
+
+func always([]byte) bool { return true }
+
+func text(n int) string { return strings.Repeat("0123456789abcdef", n/16+1)[:n] }
+
+func TestHoldReplaysEveryByte(t *testing.T) {
+	failure := errors.New("connection reset")
+	readers := map[string]func(string) io.Reader{
+		"whole":    func(s string) io.Reader { return strings.NewReader(s) },
+		"one-byte": func(s string) io.Reader { return iotest.OneByteReader(strings.NewReader(s)) },
+		"halves":   func(s string) io.Reader { return iotest.HalfReader(strings.NewReader(s)) },
+		"data+eof": func(s string) io.Reader { return iotest.DataErrReader(strings.NewReader(s)) },
+		"error":    func(s string) io.Reader { return io.MultiReader(strings.NewReader(s), iotest.ErrReader(failure)) },
+	}
+	for name, reader := range readers {
+		for _, size := range []int{0, 1, 4095, 4096, 4097, 65535, 65536, 65537, 300_000} {
+			for _, announced := range []int64{-1, int64(size)} {
+				want := text(size)
+				h := hold(io.NopCloser(reader(want)), announced, 100_000, always)
+				for attempt := range 3 {
+					b := h.open()
+					if b == nil {
+						if size < 100_000 || attempt == 0 {
+							t.Fatalf("%s/%d: attempt %d has no body", name, size, attempt)
+						}
+						continue
+					}
+					got, err := io.ReadAll(b)
+					if name == "error" && err != failure { //nolint:errorlint // the very error must come through
+						t.Errorf("%s/%d: attempt %d ended with %v", name, size, attempt, err)
+					}
+					if name != "error" && err != nil {
+						t.Errorf("%s/%d: attempt %d: %v", name, size, attempt, err)
+					}
+					if string(got) != want {
+						t.Errorf("%s/%d: attempt %d got %d bytes", name, size, attempt, len(got))
+					}
+					_ = b.Close()
+				}
+				if whole := size < 100_000 && name != "error"; h.whole() != whole {
+					t.Errorf("%s/%d: whole = %v", name, size, h.whole())
+				}
+			}
+		}
+	}
+}
+
+func TestHoldStopsWhereNotWanted(t *testing.T) {
+	want := "<xml>" + text(50_000)
+	h := hold(io.NopCloser(iotest.OneByteReader(strings.NewReader(want))), -1, 1<<20, func(b []byte) bool { return b[0] == '{' })
+	if len(h.bytes) != 1 {
+		t.Errorf("read %d bytes of a body that nobody wants", len(h.bytes))
+	}
+	if got, err := io.ReadAll(h.open()); err != nil || string(got) != want {
+		t.Errorf("got %d bytes, %v", len(got), err)
+	}
+}
+
+// A retry after part of the tail went out would be spliced together from two
+// pieces: there must be none.
+func TestNoAttemptAfterTheTailWasTouched(t *testing.T) {
+	h := hold(io.NopCloser(strings.NewReader(text(9000))), -1, 4096, always)
+	first, second := h.open(), h.open()
+	if _, err := io.CopyN(io.Discard, first, 4096); err != nil {
+		t.Fatal(err)
+	}
+	if third := h.open(); third == nil {
+		t.Fatal("the tail is untouched, yet there is no body")
+	}
+	if _, err := io.CopyN(io.Discard, second, 4097); err != nil {
+		t.Fatal(err)
+	}
+	if h.open() != nil {
+		t.Error("a body was built from a tail that is half gone")
+	}
+}
+
+func TestClosedBodyReadsNothing(t *testing.T) {
+	h := hold(io.NopCloser(strings.NewReader(text(100))), 100, 4096, always)
+	b := h.open()
+	_ = b.Close()
+	_ = b.Close()
+	if n, err := b.Read(make([]byte, 10)); n != 0 || !errors.Is(err, errRevoked) {
+		t.Errorf("read %d bytes, %v", n, err)
+	}
+	if h.refs.Load() != 1 {
+		t.Errorf("%d holders left, want the request alone", h.refs.Load())
+	}
+	h.release()
+	if h.open() != nil {
+		t.Error("opened a body whose memory went back to the pool")
+	}
+}
+
+// Many holders come and go at once; the memory must not be returned (and given
+// to somebody else) while one of them still reads.
+func TestHeldMemoryIsNotSharedWithTheNext(t *testing.T) {
+	var wg sync.WaitGroup
+	for g := range 8 {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(g), 1))
+			for range 300 {
+				want := bytes.Repeat([]byte{byte('a' + g)}, 1+rng.IntN(20_000))
+				h := hold(io.NopCloser(bytes.NewReader(want)), int64(len(want)), 1<<20, always)
+				var attempts sync.WaitGroup
+				for range 3 {
+					b := h.open()
+					attempts.Go(func() {
+						if got, err := io.ReadAll(b); err != nil || !bytes.Equal(got, want) {
+							t.Errorf("got %d of %d bytes, %v", len(got), len(want), err)
+						}
+						_ = b.Close()
+					})
+				}
+				h.release()
+				attempts.Wait()
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// A sender that announces much and sends little must not be given much memory.
+func TestMemoryGrowsWithWhatArrives(t *testing.T) {
+	for _, sent := range []int{0, 1000, 70_000} {
+		h := hold(io.NopCloser(io.MultiReader(strings.NewReader(text(sent)), iotest.ErrReader(io.ErrUnexpectedEOF))), 8<<20, 8<<20, always)
+		if most := max(trustedBytes, growthFactor*sent); len(h.page.buf) > 2*most {
+			t.Errorf("%d bytes sent, %d held", sent, len(h.page.buf))
+		}
+	}
+}

@@ -1,0 +1,205 @@
+package selector
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"strings"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"golang.org/x/net/http/httpguts"
+)
+
+// Defaults of the options, the only place where they are set.
+const (
+	DefaultBlockSize = 256     // bytes: some 64 tokens, four blocks of vLLM
+	DefaultMaxBody   = 8 << 20 // bytes: the text of 2M tokens, or a dozen photos
+	DefaultMinMatch  = 64      // tokens: the least that saves a measurable prefill
+	DefaultIndexSize = 2 << 20 // blocks: 8 replicas of 1M tokens, four times over
+
+	DefaultDrainTimeout = caddy.Duration(30 * time.Minute) // most conversations pause for less
+)
+
+// Bounds of the options: outside of them a value is a mistake.
+const (
+	minBlockSize = 64
+	maxBlockSize = 64 << 10
+	minMaxBody   = 4 << 10
+	maxMaxBody   = 1 << 30
+	minIndexSize = 1 << 10
+	maxIndexSize = 1 << 30
+)
+
+// Config holds the options of the policy. All are optional.
+type Config struct {
+	// The policy that chooses for requests without a prompt, for prompts that no
+	// upstream holds and for those whose holder is too busy. It chooses among
+	// the upstreams that are available and have not failed this request.
+	//
+	// Defaults to `least_conn`, counted in work: such requests go to the
+	// upstream with the least to do, which is the one with the fewest requests
+	// in flight where all requests are alike.
+	FallbackRaw json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.reverse_proxy.selection_policies inline_key=policy"`
+
+	// How many bytes of a prompt make a block, the unit in which prompts are
+	// compared, within the first 16 KiB; beyond them blocks are four times as
+	// long. Smaller blocks find slightly longer matches and take more memory.
+	// Default is 256.
+	BlockSize int `json:"block_size,omitempty"`
+
+	// How many bytes of a request body are read to find its prompt. A longer
+	// body is known by its head; its rest is streamed, so that such a request
+	// can't be tried on another upstream once part of the rest was sent.
+	// Default is 8 MiB.
+	MaxBody int64 `json:"max_body,omitempty"`
+
+	// A match of fewer tokens is not worth following. Default is 64.
+	MinMatch int `json:"min_match,omitempty"`
+
+	// How much a token that must be computed anew weighs against a token that
+	// waits in a queue: higher values follow the cache longer into a queue.
+	// By default it adapts to the load, from 1 on an idle fleet to 10.
+	AffinityWeight float64 `json:"affinity_weight,omitempty"`
+
+	// How many tokens the KV cache of one replica holds. By default it is
+	// learned from the cached tokens that the engines report; set it (within
+	// some 10 %) where they report none.
+	ReplicaCache int `json:"replica_cache,omitempty"`
+
+	// Ask the engines for a load report in the response headers (ORCA), in the
+	// format `text` or `json`. vLLM and Triton with TensorRT-LLM send one. The
+	// report is taken out of the response unless the client asked for it too.
+	// Off by default: it makes vLLM collect its metrics for every request.
+	ORCA string `json:"orca,omitempty"`
+
+	// A response header in which an engine or a gateway before it says how many
+	// tokens of the prompt it found in its cache.
+	CachedTokensHeader string `json:"cached_tokens_header,omitempty"`
+
+	// A response header in which an engine or a gateway before it says how many
+	// requests wait in its queue.
+	QueueDepthHeader string `json:"queue_depth_header,omitempty"`
+
+	// Request headers that name a session, in the order in which they are
+	// looked at. Requests of one session stay on one upstream where their
+	// prompts don't say where to go, as long as the load allows. The default is
+	// a list of headers that coding agents send; a body's `prompt_cache_key`
+	// counts where none of them is present.
+	SessionHeaders []string `json:"session_header,omitempty"`
+
+	// Tenants that must not share: requests for which this text, usually a
+	// placeholder such as `{http.request.header.Authorization}`, differs never
+	// match each other's prompts.
+	Scope string `json:"scope,omitempty"`
+
+	// Volatile text that is left out when prompts are compared, as regular
+	// expressions (RE2). The request itself is not changed.
+	Ignore []string `json:"ignore,omitempty"`
+
+	// A secret from which the hashes start. Several Caddys that serve the same
+	// upstreams agree better where it is the same. May be a placeholder such as
+	// `{env.SEED}`. By default it is random, made once and kept in Caddy's data
+	// directory.
+	Seed string `json:"seed,omitempty"`
+
+	// How many blocks are remembered, over all upstreams: the memory bound. One
+	// block takes at most 64 bytes. Default is 2,097,152.
+	IndexSize int `json:"index_size,omitempty"`
+
+	// Upstreams, by address, that get no new prefixes: conversations that they
+	// hold stay until they end or drain_timeout has passed. For draining without
+	// a change of the configuration use the admin API.
+	Drain []string `json:"drain,omitempty"`
+
+	// How long conversations may stay on an upstream that drains. Default is 30m.
+	DrainTimeout caddy.Duration `json:"drain_timeout,omitempty"`
+
+	// Tell in the response header X-Prefix-Affinity which upstream was chosen
+	// and why. Off by default.
+	Explain bool `json:"explain,omitempty"`
+}
+
+// defaultSessionHeaders are the headers in which known clients name their
+// session: Claude Code; Codex; OpenCode and vLLM's router; OpenCode.
+var defaultSessionHeaders = []string{
+	"X-Claude-Code-Session-Id",
+	"Session-Id",
+	"Session_id",
+	"X-Session-Id",
+	"X-Session-Affinity",
+	"X-Opencode-Session",
+}
+
+// withDefaults returns c with the default of every option that was not set.
+func (c Config) withDefaults() Config {
+	if c.BlockSize == 0 {
+		c.BlockSize = DefaultBlockSize
+	}
+	if c.MaxBody == 0 {
+		c.MaxBody = DefaultMaxBody
+	}
+	if c.MinMatch == 0 {
+		c.MinMatch = DefaultMinMatch
+	}
+	if c.IndexSize == 0 {
+		c.IndexSize = DefaultIndexSize
+	}
+	if len(c.SessionHeaders) == 0 {
+		c.SessionHeaders = defaultSessionHeaders
+	}
+	if c.DrainTimeout == 0 {
+		c.DrainTimeout = DefaultDrainTimeout
+	}
+	return c
+}
+
+// Validate reports the first option whose value can't work.
+func (c Config) Validate() error {
+	c = c.withDefaults()
+	switch {
+	case c.BlockSize < minBlockSize || c.BlockSize > maxBlockSize:
+		return fmt.Errorf("invalid block_size '%d': should be from %d to %d bytes", c.BlockSize, minBlockSize, maxBlockSize)
+	case c.MaxBody < minMaxBody || c.MaxBody > maxMaxBody:
+		return fmt.Errorf("invalid max_body '%d': should be from %d to %d bytes", c.MaxBody, minMaxBody, maxMaxBody)
+	case c.MinMatch < 1:
+		return fmt.Errorf("invalid min_match '%d': should be at least 1 token", c.MinMatch)
+	case c.AffinityWeight != 0 && !(c.AffinityWeight >= 1 && c.AffinityWeight <= 100):
+		return fmt.Errorf("invalid affinity_weight '%g': should be from 1 to 100, or auto", c.AffinityWeight)
+	case c.ReplicaCache < 0:
+		return fmt.Errorf("invalid replica_cache '%d': should be a number of tokens, or auto", c.ReplicaCache)
+	case c.ORCA != "" && c.ORCA != "text" && c.ORCA != "json":
+		return fmt.Errorf("invalid orca '%s': should be text or json", c.ORCA)
+	case c.DrainTimeout < 0:
+		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
+	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
+		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)
+	}
+	for option, names := range map[string][]string{
+		"cached_tokens_header": {c.CachedTokensHeader},
+		"queue_depth_header":   {c.QueueDepthHeader},
+		"session_header":       c.SessionHeaders,
+	} {
+		for _, name := range names {
+			if name != "" && !httpguts.ValidHeaderFieldName(name) {
+				return fmt.Errorf("invalid %s '%s': should be the name of a header", option, name)
+			}
+		}
+	}
+	for _, expr := range c.Ignore {
+		if re, err := regexp.Compile(expr); err != nil {
+			return fmt.Errorf("invalid ignore '%s': %v", expr, err)
+		} else if re.MatchString("") {
+			return fmt.Errorf("invalid ignore '%s': it matches the empty text, so it would leave out nothing", expr)
+		}
+	}
+	return nil
+}
+
+// ignored joins the ignore expressions into one, nil where there is none.
+func (c Config) ignored() (*regexp.Regexp, error) {
+	if len(c.Ignore) == 0 {
+		return nil, nil
+	}
+	return regexp.Compile("(?:" + strings.Join(c.Ignore, ")|(?:") + ")")
+}

@@ -1,0 +1,58 @@
+package selector
+
+import (
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// drains are the upstreams that get no new prefixes, and since when. One that
+// drains keeps the conversations that it holds until drain_timeout has passed.
+// There is one set for the process, changed through the admin API, and one in
+// each configuration, which that can't change.
+type drains struct {
+	mu    sync.Mutex // serialises changes
+	since atomic.Pointer[map[string]time.Time]
+}
+
+func newDrains() *drains {
+	d := new(drains)
+	d.since.Store(new(map[string]time.Time))
+	return d
+}
+
+// of returns since when an upstream drains; false if it doesn't.
+func (d *drains) of(upstream string) (time.Time, bool) {
+	since, ok := (*d.since.Load())[upstream]
+	return since, ok
+}
+
+// set begins an upstream's drain, unless it has begun already.
+func (d *drains) set(upstream string, now time.Time) {
+	d.change(func(since map[string]time.Time) {
+		if _, ok := since[upstream]; !ok {
+			since[upstream] = now
+		}
+	})
+}
+
+// end ends a drain and reports whether there was one.
+func (d *drains) end(upstream string) (was bool) {
+	d.change(func(since map[string]time.Time) {
+		_, was = since[upstream]
+		delete(since, upstream)
+	})
+	return was
+}
+
+func (d *drains) change(f func(map[string]time.Time)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	since := maps.Clone(*d.since.Load())
+	if since == nil {
+		since = make(map[string]time.Time)
+	}
+	f(since)
+	d.since.Store(&since)
+}

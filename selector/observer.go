@@ -1,0 +1,316 @@
+package selector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/url"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/prefix-affinity/caddy/selector/affinity"
+	"github.com/prefix-affinity/caddy/selector/signal"
+)
+
+// The headers of ORCA, the load report of the open request cost aggregation.
+const (
+	orcaRequest  = "Endpoint-Load-Metrics-Format"
+	orcaResponse = "Endpoint-Load-Metrics"
+)
+
+// maxRetryAfter bounds how long an upstream can keep requests away by saying so.
+const maxRetryAfter = time.Minute
+
+// observer stands between a reverse_proxy handler and its transport. A selection
+// policy sees requests only; what the answers say it learns here. Whatever does
+// not concern one of the policy's requests (health checks, say) passes as is.
+type observer struct {
+	http.RoundTripper
+
+	policy  *Policy
+	handler *reverseproxy.Handler
+	own     caddy.CleanerUpper // the transport, where the handler had none yet
+}
+
+// observe puts an observer before the transport of the handler that is being
+// provisioned. Where there is none (another module embeds the policy), it
+// returns nil, and the policy routes without learning from answers.
+func observe(ctx caddy.Context, p *Policy) (*observer, error) {
+	var handler *reverseproxy.Handler
+	for _, module := range ctx.Modules() { // the last is the nearest
+		if h, ok := module.(*reverseproxy.Handler); ok {
+			handler = h
+		}
+	}
+	if handler == nil {
+		p.logger.Warn("no reverse_proxy handler around this policy: it can't learn from responses")
+		return nil, nil
+	}
+	if _, ok := handler.Transport.(*observer); ok {
+		return nil, errors.New("prefix_affinity within prefix_affinity: a fallback should be another policy")
+	}
+	o := &observer{policy: p, handler: handler, RoundTripper: handler.Transport}
+	if handler.Transport == nil { // the handler would make the same one a moment later
+		t := new(reverseproxy.HTTPTransport)
+		if err := t.Provision(ctx); err != nil {
+			return nil, fmt.Errorf("provisioning default transport: %v", err)
+		}
+		o.RoundTripper, o.own = t, t
+	}
+	handler.Transport = o
+	return o, nil
+}
+
+// dials returns the addresses of the handler's upstreams, as far as its
+// configuration names them.
+func (o *observer) dials() []string {
+	if o == nil {
+		return nil
+	}
+	dials := make([]string, 0, len(o.handler.Upstreams))
+	for _, up := range o.handler.Upstreams {
+		dials = append(dials, up.Dial)
+	}
+	return dials
+}
+
+func (o *observer) cleanup() error {
+	if o == nil || o.own == nil {
+		return nil
+	}
+	return o.own.Cleanup()
+}
+
+// RoundTrip sends a request and watches the answer. It returns the transport's
+// errors as they are: the handler looks at their types.
+func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
+	q := o.requestOf(req)
+	if q == nil {
+		return o.RoundTripper.RoundTrip(req)
+	}
+	attempt := q.attempt
+	asked := o.policy.config.ORCA != "" && req.Header.Get(orcaRequest) == ""
+	if asked {
+		ask := *req
+		ask.Header = maps.Clone(req.Header)
+		ask.Header[orcaRequest] = []string{o.policy.config.ORCA}
+		req = &ask
+	}
+	res, err := o.RoundTripper.RoundTrip(req)
+	if err != nil {
+		outcome := affinity.Lost
+		if req.Context().Err() != nil || errors.Is(err, context.Canceled) || q.held.broken() {
+			outcome = affinity.Aborted
+		}
+		attempt.Finish(time.Now(), outcome, 0)
+		return res, err
+	}
+	o.readLoad(q, res)
+	if asked {
+		res.Header.Del(orcaResponse)
+	}
+	if o.policy.config.Explain {
+		res.Header.Set("X-Prefix-Affinity", q.explain())
+	}
+	o.watch(q, attempt, res)
+	return res, nil
+}
+
+// requestOf finds the request that was sent last in this request's context:
+// Select and RoundTrip follow each other on one goroutine.
+func (o *observer) requestOf(req *http.Request) *request {
+	q, _ := caddyhttp.GetVar(req.Context(), o.policy.varsKey).(*request)
+	if q == nil || q.attempt == nil {
+		return nil
+	}
+	return q
+}
+
+// readLoad takes in what the response's headers say about the upstream's queue.
+func (o *observer) readLoad(q *request, res *http.Response) {
+	if values := res.Header[orcaResponse]; values != nil {
+		if load, ok := signal.ParseORCA(values); ok && load.QueueDepth >= 0 {
+			q.attempt.Replica().ReportLoad(time.Now(), load.QueueDepth)
+		}
+	}
+	if name := o.policy.config.QueueDepthHeader; name != "" {
+		if depth, ok := signal.ParseCount(res.Header.Values(name)); ok {
+			q.attempt.Replica().ReportLoad(time.Now(), depth)
+		}
+	}
+}
+
+// watch follows the attempt to the end of its response.
+func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Response) {
+	now := time.Now()
+	switch status := res.StatusCode; {
+	case status == http.StatusSwitchingProtocols:
+		// The connection leaves HTTP: it ends with the request.
+	case status == http.StatusTooManyRequests, status == http.StatusServiceUnavailable:
+		attempt.Finish(now, affinity.Refused, retryAfter(res.Header.Get("Retry-After"), now))
+	case status < 200 || status > 299:
+		attempt.Finish(now, affinity.Rejected, 0)
+	default:
+		format := signal.None
+		if res.Header.Get("Content-Encoding") == "" {
+			format = signal.FormatOf(res.Header.Get("Content-Type"))
+		}
+		attempt.Confirm(now, format == signal.SSE || format == signal.NDJSON)
+		t := &tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, sent: q.sent, promptTokens: q.choice.PromptTokens, cached: -1}
+		if t.ttft = q.series.ttftMiss; q.choice.MatchedTokens >= o.policy.config.MinMatch {
+			t.ttft = q.series.ttftHit
+		}
+		if name := o.policy.config.CachedTokensHeader; name != "" {
+			if cached, ok := signal.ParseCount(res.Header.Values(name)); ok {
+				t.cached = int(cached)
+			}
+		}
+		if format != signal.None {
+			t.tap = taps.Get().(*signal.Tap)
+			t.tap.Reset(format)
+		}
+		res.Body = t
+	}
+}
+
+// retryAfter reads a Retry-After header, in seconds or as a date.
+func retryAfter(value string, now time.Time) time.Duration {
+	if value == "" {
+		return 0
+	}
+	var after time.Duration
+	if seconds, err := strconv.ParseUint(value, 10, 16); err == nil {
+		after = time.Duration(seconds) * time.Second
+	} else if date, err := http.ParseTime(value); err == nil {
+		after = date.Sub(now)
+	}
+	return min(max(after, 0), maxRetryAfter)
+}
+
+var taps = sync.Pool{New: func() any { return new(signal.Tap) }}
+
+// tappedBody is the body of a successful response on its way to the client. It
+// looks at what passes and never holds it up.
+type tappedBody struct {
+	io.ReadCloser
+
+	q            *request
+	attempt      *affinity.Attempt
+	series       *upstreamSeries
+	ttft         prometheus.Observer
+	sent         time.Time
+	tap          *signal.Tap // nil: the format is not known
+	promptTokens int         // as estimated
+	cached       int         // cached tokens by header; -1: not said
+	started      bool
+	ended        bool
+}
+
+func (t *tappedBody) Read(p []byte) (int, error) {
+	n, err := t.ReadCloser.Read(p)
+	if !t.started { // the response is on its way to the client: there will be no other attempt
+		t.started = true
+		t.q.settle()
+	}
+	if n > 0 && t.tap != nil && t.tap.Write(p[:n]) {
+		now := time.Now()
+		t.attempt.FirstOutput(now)
+		t.ttft.Observe(now.Sub(t.sent).Seconds())
+	}
+	if err != nil {
+		outcome := affinity.Lost
+		switch {
+		case err == io.EOF:
+			outcome = affinity.Served
+		case t.q.r.Context().Err() != nil:
+			outcome = affinity.Aborted
+		}
+		t.end(outcome)
+	}
+	return n, err
+}
+
+func (t *tappedBody) Close() error {
+	err := t.ReadCloser.Close()
+	t.end(affinity.Aborted)
+	return err
+}
+
+func (t *tappedBody) end(outcome affinity.Outcome) {
+	if t.ended {
+		return
+	}
+	t.ended = true
+	usage := signal.Usage{PromptTokens: -1, CachedTokens: -1}
+	if t.tap != nil {
+		usage = t.tap.Usage()
+		taps.Put(t.tap)
+		t.tap = nil
+	}
+	if usage.CachedTokens < 0 {
+		usage.CachedTokens = t.cached
+	}
+	if usage.CachedTokens >= 0 {
+		t.attempt.Report(usage.PromptTokens, usage.CachedTokens)
+		if usage.PromptTokens < 0 {
+			usage.PromptTokens = t.promptTokens
+		}
+		t.series.cachedTokens.Add(float64(usage.CachedTokens))
+		t.series.reportedTokens.Add(float64(usage.PromptTokens))
+	}
+	t.attempt.Finish(time.Now(), outcome, 0)
+	if t.started {
+		t.q.stop()
+	}
+}
+
+// explain tells what was decided, as a structured header field (RFC 8941).
+func (q *request) explain() string {
+	return fmt.Sprintf("%s;upstream=%q;matched=%d;prompt=%d", q.choice.Reason, q.upstream, q.choice.MatchedTokens, q.choice.PromptTokens)
+}
+
+// RequestHeaderOps forwards the transport's header operations: they set the
+// Host of upstreams with TLS.
+func (o *observer) RequestHeaderOps() *headers.HeaderOps {
+	if t, ok := o.RoundTripper.(reverseproxy.RequestHeaderOpsTransport); ok {
+		return t.RequestHeaderOps()
+	}
+	return nil
+}
+
+// ProxyProtocolEnabled forwards whether the transport speaks PROXY protocol.
+func (o *observer) ProxyProtocolEnabled() bool {
+	t, ok := o.RoundTripper.(reverseproxy.ProxyProtocolTransport)
+	return ok && t.ProxyProtocolEnabled()
+}
+
+// OverrideHealthCheckScheme lets the transport set the scheme of health checks.
+func (o *observer) OverrideHealthCheckScheme(base *url.URL, port string) {
+	if t, ok := o.RoundTripper.(reverseproxy.HealthCheckSchemeOverriderTransport); ok {
+		t.OverrideHealthCheckScheme(base, port)
+	}
+}
+
+// RequiresContentLength forwards whether the transport needs bodies of known length.
+func (o *observer) RequiresContentLength() bool {
+	t, ok := o.RoundTripper.(reverseproxy.ContentLengthRequiredTransport)
+	return ok && t.RequiresContentLength()
+}
+
+// Interface guards
+var (
+	_ reverseproxy.RequestHeaderOpsTransport           = (*observer)(nil)
+	_ reverseproxy.ProxyProtocolTransport              = (*observer)(nil)
+	_ reverseproxy.HealthCheckSchemeOverriderTransport = (*observer)(nil)
+	_ reverseproxy.ContentLengthRequiredTransport      = (*observer)(nil)
+)

@@ -1,0 +1,201 @@
+// Package selector is the side of the policy that faces Caddy. It finds the
+// prompt of a request, asks package affinity where to send it, and watches the
+// response to learn from it.
+//
+// A Policy is safe for concurrent use. It starts no goroutine and does no I/O
+// but reading request bodies.
+package selector
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+	"github.com/prefix-affinity/caddy/selector/affinity"
+)
+
+// Policy is a provisioned configuration.
+type Policy struct {
+	config   Config
+	rule     affinity.Rule
+	fallback reverseproxy.Selector // nil: least_conn, counted in work
+	hasher   func() *prefixhash.Hasher
+	learned  learned
+	drains   *drains // by the configuration
+	observer *observer
+	varsKey  string // of this policy's state in a request's variables
+	logger   *zap.Logger
+}
+
+// Provision makes a policy from its configuration and lets it see the responses
+// of the reverse_proxy handler that it belongs to.
+func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
+	p := &Policy{config: config.withDefaults(), logger: ctx.Logger()}
+	p.varsKey = fmt.Sprintf("prefix_affinity.%p", p)
+	p.rule = affinity.Rule{
+		MinMatchTokens: p.config.MinMatch,
+		Alpha:          p.config.AffinityWeight,
+		CapacityTokens: p.config.ReplicaCache,
+		Rendezvous:     p.config.Seed != "",
+	}
+	if err := p.loadFallback(ctx, config); err != nil {
+		return nil, err
+	}
+	ignore, err := p.config.ignored()
+	if err != nil {
+		return nil, fmt.Errorf("invalid ignore: %v", err)
+	}
+	p.config.Seed = caddy.NewReplacer().ReplaceAll(p.config.Seed, "")
+	if config.Seed != "" && p.config.Seed == "" {
+		return nil, fmt.Errorf("seed '%s' is empty: set what it refers to", config.Seed)
+	}
+	p.hasher = sync.OnceValue(func() *prefixhash.Hasher {
+		var seed uint64
+		if p.config.Seed == "" {
+			seed = ownSeed()
+		} else {
+			seed = seedOf(p.config.Seed)
+		}
+		return prefixhash.New(prefixhash.Config{BlockBytes: p.config.BlockSize, Seed: seed, Ignore: ignore})
+	})
+	if err := metrics.register(ctx.GetMetricsRegistry()); err != nil {
+		return nil, fmt.Errorf("registering metrics: %v", err)
+	}
+	if p.observer, err = observe(ctx, p); err != nil {
+		return nil, err
+	}
+	p.learned, err = loadLearned(p.config)
+	if err != nil {
+		return nil, errors.Join(err, p.observer.cleanup())
+	}
+	p.drains = newDrains()
+	for _, upstream := range p.config.Drain {
+		p.drains.set(upstream, time.Now())
+	}
+	p.enlist()
+	return p, nil
+}
+
+func (p *Policy) loadFallback(ctx caddy.Context, config *Config) error {
+	if config.FallbackRaw == nil {
+		return nil
+	}
+	var named struct {
+		Policy string `json:"policy"`
+	}
+	if err := json.Unmarshal(config.FallbackRaw, &named); err != nil {
+		return fmt.Errorf("loading fallback selection policy: %v", err)
+	}
+	module, err := ctx.LoadModule(config, "FallbackRaw")
+	if err != nil {
+		return fmt.Errorf("loading fallback selection policy: %s", err)
+	}
+	if named.Policy != "least_conn" { // ours is that already, in a finer measure
+		p.fallback = module.(reverseproxy.Selector)
+	}
+	return nil
+}
+
+// Cleanup gives back what Provision took. It may be called on nil, which is
+// what a failed Provision returns.
+func (p *Policy) Cleanup() error {
+	if p == nil {
+		return nil
+	}
+	p.retire()
+	return errors.Join(p.learned.release(), p.observer.cleanup())
+}
+
+// Select returns an available host, if any.
+func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) *reverseproxy.Upstream {
+	q := p.requestOf(r)
+	if q == nil {
+		q = p.newRequest(r)
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.giveUp()
+	if !q.rewind(r) {
+		return nil // the error of the last attempt stands
+	}
+	now := time.Now() // after the body has come
+
+	s := scratches.Get().(*scratch)
+	defer scratches.Put(s)
+	s.candidates = s.candidates[:0]
+	for _, up := range pool {
+		s.candidates = append(s.candidates, affinity.Candidate{
+			Replica:  p.learned.fleet.Replica(up.String()),
+			State:    q.stateOf(up, now),
+			InFlight: up.NumRequests(),
+		})
+	}
+	var fallback func(affinity.Choice) int
+	if p.fallback != nil {
+		fallback = func(affinity.Choice) int { return p.fallBack(pool, s.candidates, r, w) }
+	}
+	var key *prefixhash.Key
+	if q.cause == keyed && !q.over {
+		key = &q.key
+	}
+	choice, attempt := p.learned.index.Route(now, key, s.candidates, &p.rule, fallback)
+	if choice.Candidate < 0 {
+		return nil
+	}
+	metrics.decisionTime.Observe(time.Since(now).Seconds())
+	up := pool[choice.Candidate]
+	q.send(now, attempt, choice, up.String(), holderOf(pool, choice))
+	if c := p.logger.Check(zapcore.DebugLevel, "selected upstream"); c != nil {
+		c.Write(zap.String("upstream", q.upstream),
+			zap.Stringer("reason", choice.Reason),
+			zap.Int("prompt_tokens", choice.PromptTokens),
+			zap.Int("matched_tokens", choice.MatchedTokens),
+			zap.Int("attempt", q.attempts))
+	}
+	return up
+}
+
+// fallBack asks the fallback policy, which sees only the upstreams that may be
+// chosen: those that have not failed this request, as long as there are any.
+func (p *Policy) fallBack(pool reverseproxy.UpstreamPool, candidates []affinity.Candidate, r *http.Request, w http.ResponseWriter) int {
+	for _, state := range [...]affinity.State{affinity.Available, affinity.Failed} {
+		var open reverseproxy.UpstreamPool
+		for i, c := range candidates {
+			if c.State == state {
+				open = append(open, pool[i])
+			}
+		}
+		if len(open) == 0 {
+			continue
+		}
+		if up := p.fallback.Select(open, r, w); up != nil {
+			for i := range pool {
+				if pool[i] == up {
+					return i
+				}
+			}
+		}
+	}
+	return -1
+}
+
+func holderOf(pool reverseproxy.UpstreamPool, choice affinity.Choice) string {
+	if choice.Holder < 0 {
+		return ""
+	}
+	return pool[choice.Holder].String()
+}
+
+// scratch is the working memory of one Select.
+type scratch struct{ candidates []affinity.Candidate }
+
+var scratches = sync.Pool{New: func() any { return new(scratch) }}

@@ -1,0 +1,277 @@
+package selector
+
+import (
+	"context"
+	"mime"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+	"github.com/prefix-affinity/caddy/selector/affinity"
+)
+
+// Why a request has no key, beside the causes of package prefixhash.
+const (
+	keyed           = ""
+	causeMethod     = "method"
+	causeUpgrade    = "upgrade"
+	causeType       = "content_type"
+	causeEncoding   = "content_encoding"
+	causeEmpty      = "empty"
+	causeStreamed   = "incremental"
+	causeUnreadable = "unreadable"
+)
+
+// request is what the policy knows of one request from the first Select to the
+// end of its response: one pass through one reverse_proxy handler.
+type request struct {
+	policy *Policy
+	r      *http.Request // the handler's clone, the same for all attempts
+	outer  *request      // the request that led to this one through the same policy
+	stop   func() bool   // takes back the request's own end
+
+	mu       sync.Mutex
+	key      prefixhash.Key
+	blocks   *[]prefixhash.Block // the key's memory, pooled
+	cause    string              // keyed, or why there is no key
+	held     *held               // nil: the body is left as it came
+	body     *attemptBody
+	failed   []string // upstreams that had their attempt
+	over     bool     // no further attempt can come; key and held are gone
+	attempt  *affinity.Attempt
+	choice   affinity.Choice
+	upstream string // that the attempt went to
+	holder   string // upstream with the longest match
+	sent     time.Time
+	series   *upstreamSeries
+	attempts int
+}
+
+// requestOf finds the state of r. The variables of a request are shared by all
+// handlers that it passes, and one handler may run inside its own response
+// routes: the clone that it made tells the runs apart.
+func (p *Policy) requestOf(r *http.Request) *request {
+	q, _ := caddyhttp.GetVar(r.Context(), p.varsKey).(*request)
+	for ; q != nil && q.r != r; q = q.outer {
+	}
+	return q
+}
+
+// newRequest reads what the request says about its prompt.
+func (p *Policy) newRequest(r *http.Request) *request {
+	q := &request{policy: p, r: r}
+	q.outer, _ = caddyhttp.GetVar(r.Context(), p.varsKey).(*request)
+	caddyhttp.SetVar(r.Context(), p.varsKey, q)
+	q.readKey()
+	if q.cause != keyed {
+		metrics.unkeyed.WithLabelValues(q.cause).Inc()
+	}
+	q.stop = context.AfterFunc(r.Context(), q.end)
+	if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+		repl.Map(q.placeholder)
+	}
+	return q
+}
+
+// readKey reads the body, as far as it is wanted, and makes the prompt's key.
+func (q *request) readKey() {
+	r, config := q.r, &q.policy.config
+	if q.cause = unwanted(r); q.cause != keyed {
+		return
+	}
+	q.held = hold(r.Body, r.ContentLength, config.MaxBody, looksLikeJSON)
+	if q.held.err != nil && !q.held.whole() {
+		q.cause = causeUnreadable // the client's fault or its leave: nothing to learn
+		return
+	}
+	hasher := q.policy.hasher()
+	var scope string
+	if config.Scope != "" {
+		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+			scope = repl.ReplaceAll(config.Scope, "")
+		}
+	}
+	q.blocks = keyBlocks.Get().(*[]prefixhash.Block)
+	q.key.Blocks = *q.blocks
+	if cause := hasher.Sum(&q.key, r.URL.Path, q.held.bytes, q.held.whole(), scope); cause != prefixhash.Keyed {
+		q.cause = cause.String()
+		return
+	}
+	for _, name := range config.SessionHeaders {
+		if id := r.Header.Get(name); id != "" {
+			q.key.Session = hasher.ID(scope, id)
+			break
+		}
+	}
+}
+
+// unwanted tells why a request's body is left alone, keyed if it is not.
+func unwanted(r *http.Request) string {
+	switch {
+	case r.Method != http.MethodPost && r.Method != http.MethodPut && r.Method != http.MethodPatch:
+		return causeMethod
+	case r.Header.Get("Upgrade") != "":
+		return causeUpgrade
+	case r.Body == nil || r.Body == http.NoBody:
+		return causeEmpty
+	case caddyhttp.IsIncremental(r.Header):
+		return causeStreamed // its sender wants every byte passed on at once
+	case r.Header.Get("Content-Encoding") != "":
+		return causeEncoding
+	}
+	header := r.Header.Get("Content-Type")
+	if header == "" || header == "application/json" {
+		return keyed
+	}
+	mediaType, _, err := mime.ParseMediaType(header)
+	switch {
+	case err != nil:
+		return causeType
+	case strings.HasSuffix(mediaType, "json"), // application/json and application/anything+json
+		mediaType == "text/plain", mediaType == "application/x-www-form-urlencoded": // what curl -d and careless clients say
+		return keyed
+	}
+	return causeType
+}
+
+// looksLikeJSON tells from its first bytes whether a body may be a JSON object.
+func looksLikeJSON(head []byte) bool {
+	for i, b := range head {
+		switch {
+		case b == ' ', b == '\t', b == '\n', b == '\r':
+		case i < 3 && (b == 0xEF || b == 0xBB || b == 0xBF): // byte order mark
+		default:
+			return b == '{'
+		}
+	}
+	return true
+}
+
+// rewind gives the request the body of its next attempt; false means that there
+// can be none because part of it was sent and not kept.
+func (q *request) rewind(r *http.Request) bool {
+	if q.held == nil {
+		return true
+	}
+	if q.body != nil {
+		if r.Body != q.body {
+			return true // request_buffers: the handler has put back a fresh body itself
+		}
+		_ = q.body.Close()
+	}
+	body := q.held.open()
+	if body == nil {
+		return false
+	}
+	q.body = body
+	r.Body = body
+	if q.held.whole() {
+		r.GetBody = q.held.again
+	}
+	return true
+}
+
+// send notes the attempt that comes next.
+func (q *request) send(now time.Time, attempt *affinity.Attempt, choice affinity.Choice, upstream, holder string) {
+	q.attempt, q.choice, q.upstream, q.holder = attempt, choice, upstream, holder
+	q.attempts++
+	q.sent = now
+	q.series = metrics.of(upstream)
+	q.series.decided(choice)
+	if q.over { // the client left while we were choosing
+		attempt.Finish(now, affinity.Aborted, 0)
+	}
+}
+
+// giveUp ends the attempt before the next one: its upstream had its chance.
+func (q *request) giveUp() {
+	if q.attempt == nil {
+		return
+	}
+	q.attempt.Finish(time.Now(), affinity.Lost, 0) // where the observer has not said more
+	q.failed = append(q.failed, q.upstream)
+	q.attempt = nil
+}
+
+func (q *request) stateOf(up *reverseproxy.Upstream, now time.Time) affinity.State {
+	upstream := up.String()
+	switch {
+	case !up.Available():
+		return affinity.Unavailable
+	case slices.Contains(q.failed, upstream):
+		return affinity.Failed
+	}
+	since, drained := q.policy.drains.of(upstream)
+	if !drained {
+		since, drained = q.policy.learned.drained.of(upstream)
+	}
+	switch {
+	case !drained:
+		return affinity.Available
+	case now.Sub(since) > time.Duration(q.policy.config.DrainTimeout):
+		return affinity.Failed // what it still holds moves, as long as there are others
+	}
+	return affinity.Drained
+}
+
+// settle returns the memory that only a further attempt could need.
+func (q *request) settle() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.over {
+		return
+	}
+	q.over = true
+	if q.held != nil {
+		q.held.release()
+	}
+	if q.blocks != nil {
+		*q.blocks = q.key.Blocks
+		keyBlocks.Put(q.blocks)
+		q.blocks, q.key.Blocks = nil, nil
+	}
+}
+
+// end closes everything, however the request came to its end.
+func (q *request) end() {
+	q.settle()
+	q.mu.Lock()
+	attempt := q.attempt
+	q.mu.Unlock()
+	if attempt != nil {
+		attempt.Finish(time.Now(), affinity.Aborted, 0)
+	}
+}
+
+// placeholder resolves {http.reverse_proxy.prefix_affinity.*}. It is called on
+// the request's goroutine only.
+func (q *request) placeholder(name string) (any, bool) {
+	name, ok := strings.CutPrefix(name, "http.reverse_proxy.prefix_affinity.")
+	if !ok || q.attempts == 0 {
+		return nil, false
+	}
+	switch name {
+	case "reason":
+		return q.choice.Reason.String(), true
+	case "upstream":
+		return q.upstream, true
+	case "prompt_tokens":
+		return q.choice.PromptTokens, true
+	case "matched_tokens":
+		return q.choice.MatchedTokens, true
+	case "holder":
+		return q.holder, true
+	case "attempts":
+		return q.attempts, true
+	}
+	return nil, false
+}
+
+var keyBlocks = sync.Pool{New: func() any { return new([]prefixhash.Block) }}
