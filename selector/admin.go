@@ -99,7 +99,17 @@ func livePolicies() []*Policy {
 
 // upstreamState is what the API tells of an upstream.
 type upstreamState struct {
-	Address              string  `json:"address"`
+	Address string `json:"address"`
+
+	// Since Caddy started, as in the metrics.
+	Requests             int64            `json:"requests"`
+	Reasons              map[string]int64 `json:"reasons"`
+	PromptTokens         float64          `json:"prompt_tokens"`
+	MatchedTokens        float64          `json:"matched_tokens"`
+	CachedTokens         float64          `json:"cached_tokens"`
+	ReportedPromptTokens float64          `json:"reported_prompt_tokens"`
+
+	// Now.
 	PendingRequests      int     `json:"pending_requests"`
 	WaitingRequests      int     `json:"waiting_requests"`
 	PendingPrefillTokens float64 `json:"pending_prefill_tokens"`
@@ -144,12 +154,25 @@ func listUpstreams(*http.Request) (any, error) {
 			Generation:           s.Generation,
 			Drain:                drainOf(s.Address),
 		}
+		u.count(metrics.of(s.Address))
 		if s.SpeedMeasurements > 0 {
 			u.PrefillTokensPerSecond = s.TokensPerSecond
 		}
 		list = append(list, u)
 	}
 	return list, nil
+}
+
+// count takes the figures of an upstream's series over.
+func (u *upstreamState) count(s *upstreamSeries) {
+	u.Reasons = make(map[string]int64, len(reasons))
+	for _, reason := range reasons {
+		n := int64(counted(s.decisions[reason]))
+		u.Reasons[reason.String()] = n
+		u.Requests += n
+	}
+	u.PromptTokens, u.MatchedTokens = counted(s.promptTokens), counted(s.matchedTokens)
+	u.CachedTokens, u.ReportedPromptTokens = counted(s.cachedTokens), counted(s.reportedTokens)
 }
 
 func drainOf(upstream string) *drainState {
@@ -172,6 +195,10 @@ type lookupAnswer struct {
 	Unkeyed      string `json:"unkeyed,omitempty"` // why the body has no key
 	PromptTokens int    `json:"prompt_tokens"`
 	Blocks       int    `json:"blocks"`
+
+	// What would be chosen now, if all these upstreams are available.
+	Upstream string `json:"upstream,omitempty"`
+	Reason   string `json:"reason,omitempty"`
 
 	Upstreams []lookupUpstream `json:"upstreams"`
 }
@@ -221,17 +248,21 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 		return answer
 	}
 	answer.Blocks, answer.PromptTokens = len(key.Blocks), key.Bytes/affinity.BytesPerToken
+	now := time.Now()
 	var candidates []affinity.Candidate
-	for _, s := range p.learned.fleet.Snapshot(time.Now()) {
-		if replica := p.learned.fleet.Find(s.Address); replica != nil {
-			answer.Upstreams = append(answer.Upstreams, lookupUpstream{Address: s.Address})
+	for _, upstream := range p.upstreams(now) {
+		if replica := p.learned.fleet.Find(upstream); replica != nil {
+			answer.Upstreams = append(answer.Upstreams, lookupUpstream{Address: upstream})
 			candidates = append(candidates, affinity.Candidate{Replica: replica})
 		}
 	}
 	matched := make([]int, len(candidates))
-	p.learned.index.Lookup(&key, candidates, &p.rule, matched)
+	choice := p.learned.index.Lookup(now, &key, candidates, &p.rule, matched)
 	for i := range matched {
 		answer.Upstreams[i].MatchedTokens = matched[i]
+	}
+	if choice.Candidate >= 0 {
+		answer.Upstream, answer.Reason = answer.Upstreams[choice.Candidate].Address, choice.Reason.String()
 	}
 	return answer
 }
@@ -282,20 +313,23 @@ func drain(r *http.Request) (any, error) {
 	return drainOf(upstream), nil
 }
 
-// lastOne reports whether upstream is the only one of the policy's upstreams
-// that gets new prefixes. Upstreams that are found dynamically are not known
-// beforehand: for them all that served lately count.
-func (p *Policy) lastOne(upstream string) bool {
+// upstreams returns the addresses of the policy's upstreams. Those that are found
+// dynamically are not known beforehand: for them all that served lately count.
+func (p *Policy) upstreams(now time.Time) []string {
 	all := p.observer.dials()
 	if len(all) == 0 {
-		for _, s := range p.learned.fleet.Snapshot(time.Now()) {
+		for _, s := range p.learned.fleet.Snapshot(now) {
 			all = append(all, s.Address)
 		}
 	}
-	if !slices.Contains(all, upstream) {
-		return false
-	}
-	return !slices.ContainsFunc(all, func(other string) bool {
+	return all
+}
+
+// lastOne reports whether upstream is the only one of the policy's upstreams
+// that gets new prefixes.
+func (p *Policy) lastOne(upstream string) bool {
+	all := p.upstreams(time.Now())
+	return slices.Contains(all, upstream) && !slices.ContainsFunc(all, func(other string) bool {
 		return other != upstream && drainOf(other) == nil
 	})
 }

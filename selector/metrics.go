@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 
 	"github.com/prefix-affinity/caddy/selector/affinity"
 )
@@ -149,6 +150,15 @@ func (s *upstreamSeries) decided(c affinity.Choice) {
 	s.decisions[c.Reason].Inc()
 	s.promptTokens.Add(float64(c.PromptTokens))
 	s.matchedTokens.Add(float64(c.MatchedTokens))
+}
+
+// counted returns what a counter stands at.
+func counted(c prometheus.Counter) float64 {
+	var m dto.Metric
+	if c.Write(&m) != nil {
+		return 0
+	}
+	return m.GetCounter().GetValue()
 }
 
 // fleetGauges reads its values at the time of the scrape.

@@ -29,6 +29,9 @@ type Rule struct {
 	Alpha float64
 	// CapacityTokens is the KV cache of one replica; 0: learned.
 	CapacityTokens int
+	// Shadow leaves every choice to the fallback; what the rule would have chosen
+	// is only told.
+	Shadow bool
 	// Rendezvous places what nobody holds by hash, so that gateways which don't
 	// talk tend to agree. Without it the replica that got least lately has it.
 	Rendezvous bool

@@ -135,7 +135,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		}
 		return choice, nil
 	}
-	if fallback != nil && undecided(choice, rule) {
+	if fallback != nil && (rule.Shadow || undecided(choice, rule)) {
 		f.mu.Unlock()
 		if stripe != nil {
 			stripe.Unlock()
@@ -264,14 +264,34 @@ func find(views []view, serial uint32) int {
 }
 
 // Lookup sets matched to how many tokens of the prompt each candidate is
-// believed to hold. It changes nothing.
-func (x *Index) Lookup(key *prefixhash.Key, cands []Candidate, rule *Rule, matched []int) {
+// believed to hold, and returns what Route would choose now. It changes nothing.
+func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, rule *Rule, matched []int) Choice {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	x.look(s, key.Blocks, cands, rule)
-	for i := range s.views {
-		matched[i] = int(s.views[i].matched / BytesPerToken)
+	views := s.views
+	for i := range views {
+		matched[i] = int(views[i].matched / BytesPerToken)
 	}
+	var g *group
+	for i := range views {
+		if g = views[i].r.group.Load(); g == nil {
+			return Choice{Candidate: -1, Holder: -1} // not a candidate of any request so far
+		}
+	}
+	if g == nil {
+		return Choice{Candidate: -1, Holder: -1}
+	}
+	minMatch := uint32(max(rule.MinMatchTokens, 1) * BytesPerToken)
+	session := find(views, x.sessions.get(key.Session))
+	stored := find(views, x.sessions.get(key.Previous))
+	admit(views, cands, minMatch, session, stored)
+	x.fleet.mu.Lock()
+	defer x.fleet.mu.Unlock()
+	for i := range views {
+		views[i].inFlight = max(views[i].r.load.inFlight, cands[i].InFlight)
+	}
+	return x.choose(views, g, key, rule, minMatch, float64(key.Bytes)/BytesPerToken, session, stored, now)
 }
 
 // Learn notes that the response or conversation of an id is kept at a replica;

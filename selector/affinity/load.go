@@ -189,11 +189,14 @@ func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) []
 	if a.sent.After(start) {
 		start = a.sent
 	}
-	if took := now.Sub(start).Seconds(); l.clear && !a.blind && a.uncached > speedLeast && took > 0 {
+	// An output that overtakes another one says that both were prefilled
+	// together, and so nothing about the time that either took.
+	inOrder := a.prev == nil
+	if took := now.Sub(start).Seconds(); l.clear && inOrder && !a.blind && a.uncached > speedLeast && took > 0 {
 		g.speed.measure(a.uncached, took)
 		l.speed.measure(a.uncached, took)
 	}
-	l.since, l.clear = now, !a.blind
+	l.since, l.clear = now, inOrder && !a.blind
 	l.dequeue(a)
 	return append(passed, a)
 }

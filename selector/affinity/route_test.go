@@ -344,13 +344,50 @@ func TestFallback(t *testing.T) {
 	})
 }
 
+// A shadow's fallback serves everything; what the rule wanted is told.
+func TestShadow(t *testing.T) {
+	x := newFixture(3)
+	prompt := keyOf(series(1, 100)...)
+	at := x.serve(prompt).Candidate
+	x.rule.Shadow = true
+	other := (at + 1) % 3
+	var wanted Choice
+	c, _ := x.index.Route(x.now, prompt, x.cands, &x.rule, func(c Choice) int { wanted = c; return other })
+	if wanted.Candidate != at || wanted.MatchedTokens != 6400 {
+		t.Errorf("wanted %+v, want candidate %d", wanted, at)
+	}
+	if c.Candidate != other || c.MatchedTokens != 0 {
+		t.Errorf("served by %+v, want candidate %d", c, other)
+	}
+}
+
+// Engines prefill several prompts together, and the gateway may read the first
+// outputs in any order: a prompt must not look as if it had taken the moment
+// between two outputs.
+func TestSpeedIgnoresOutputsOutOfOrder(t *testing.T) {
+	x := newFixture(1)
+	_, first := x.route(keyOf(series(1, 200)...))
+	_, sibling := x.route(keyOf(append(series(1, 200), 7)...))
+	_, third := x.route(keyOf(series(2, 200)...))
+	x.now = x.now.Add(time.Second)
+	sibling.FirstOutput(x.now)
+	first.FirstOutput(x.now.Add(time.Microsecond))
+	third.FirstOutput(x.now.Add(time.Second))
+	if s := x.cands[0].Replica.Snapshot(x.now); s.SpeedMeasurements > 0 && (s.TokensPerSecond > 20_000 || s.TokensPerSecond < 5000) {
+		t.Errorf("speed %.0f tokens/s after 12,800 tokens a second", s.TokensPerSecond)
+	}
+}
+
 func TestLookup(t *testing.T) {
 	x := newFixture(3)
 	prompt := keyOf(series(1, 100)...)
 	at := x.serve(prompt).Candidate
 	before := x.fleet.Snapshot(x.now)
 	matched := make([]int, 3)
-	x.index.Lookup(keyOf(append(series(1, 40), 7)...), x.cands, &x.rule, matched)
+	choice := x.index.Lookup(x.now, keyOf(append(series(1, 40), 7)...), x.cands, &x.rule, matched)
+	if choice.Candidate != at || choice.Reason != Affinity || choice.MatchedTokens != 2560 {
+		t.Errorf("would choose %+v, want candidate %d", choice, at)
+	}
 	for i, n := range matched {
 		if want := map[bool]int{true: 2560}[i == at]; n != want {
 			t.Errorf("candidate %d: %d tokens, want %d", i, n, want)
@@ -557,7 +594,7 @@ func TestRestarted(t *testing.T) {
 	r := x.cands[at].Replica
 	r.Restarted()
 	matched := make([]int, 2)
-	if x.index.Lookup(prompt, x.cands, &x.rule, matched); matched[at] != 0 {
+	if x.index.Lookup(x.now, prompt, x.cands, &x.rule, matched); matched[at] != 0 {
 		t.Errorf("%d tokens matched after a restart", matched[at])
 	}
 	flying.Confirm(x.now, true)
@@ -568,7 +605,7 @@ func TestRestarted(t *testing.T) {
 	}
 	x.cands = x.cands[at : at+1]
 	x.serve(prompt)
-	if x.index.Lookup(prompt, x.cands, &x.rule, matched); matched[0] != 6400 {
+	if x.index.Lookup(x.now, prompt, x.cands, &x.rule, matched); matched[0] != 6400 {
 		t.Errorf("%d tokens matched after being served again", matched[0])
 	}
 }

@@ -1,0 +1,209 @@
+package selector
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	caddycmd "github.com/caddyserver/caddy/v2/cmd"
+	"github.com/spf13/cobra"
+)
+
+func init() {
+	caddycmd.RegisterCommand(caddycmd.Command{
+		Name:  "prefix-affinity",
+		Usage: "status|lookup|drain|undrain|forget [--json] [--config <path> [--adapter <name>]] [--address <interface>]",
+		Short: "Shows and changes what prefix_affinity knows of its upstreams",
+		Long: `
+Talks to the admin endpoint of a running Caddy. The endpoint's address is taken
+from --address, else from the given --config, else it is the default.
+
+status shows every upstream: how many requests it has, how much of the prompts
+it found in its cache, how large that cache seems to be.
+
+lookup shows which upstreams are believed to hold the beginning of the prompt in
+a request body, read from a file or, for -, from standard input.
+
+drain keeps new prefixes away from an upstream; conversations that it holds stay
+until they end or the policy's drain_timeout has passed. undrain ends that.
+
+forget drops everything that an upstream is believed to hold, as after a restart
+of the engine.`,
+		CobraFunc: func(root *cobra.Command) {
+			flags := root.PersistentFlags()
+			flags.StringP("config", "c", "", "Configuration file to use to parse the admin address, if --address is not used")
+			flags.StringP("adapter", "a", "", "Name of config adapter to apply (when --config is used)")
+			flags.String("address", "", "The address to use to reach the admin API endpoint, if not the default")
+			flags.Bool("json", false, "Print the answer as it came")
+			root.AddCommand(
+				subcommand("status", "Shows every upstream", cobra.NoArgs, func(c client, _ *cobra.Command, _ []string) error {
+					return c.show(http.MethodGet, "upstreams", nil, nil, printStatus)
+				}),
+				lookupCommand(),
+				upstreamCommand("drain", "Keeps new prefixes away from an upstream", "draining '%s'\n"),
+				upstreamCommand("undrain", "Ends the drain of an upstream", "'%s' is drained no more\n"),
+				upstreamCommand("forget", "Forgets what an upstream is believed to hold", "forgot what '%s' holds\n"),
+			)
+		},
+	})
+}
+
+func subcommand(use, short string, args cobra.PositionalArgs, run func(client, *cobra.Command, []string) error) *cobra.Command {
+	cmd := &cobra.Command{Use: use, Short: short, Args: args}
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		cmd.SilenceUsage = true // from here on it is not the usage that is wrong
+		c, err := newClient(cmd)
+		if err != nil {
+			return err
+		}
+		return run(c, cmd, args)
+	}
+	return cmd
+}
+
+func lookupCommand() *cobra.Command {
+	var path, scope string
+	cmd := subcommand("lookup <file>", "Shows who holds the prompt of a request body", cobra.ExactArgs(1), func(c client, cmd *cobra.Command, args []string) error {
+		body := cmd.InOrStdin()
+		if args[0] != "-" {
+			file, err := os.Open(args[0])
+			if err != nil {
+				return err
+			}
+			defer file.Close()
+			body = file
+		}
+		return c.show(http.MethodPost, "lookup", url.Values{"path": {path}, "scope": {scope}}, body, printLookup)
+	})
+	cmd.Flags().StringVar(&path, "path", "/v1/chat/completions", "The path that the request is sent to")
+	cmd.Flags().StringVar(&scope, "scope", "", "The tenant, where the policy has a scope")
+	return cmd
+}
+
+func upstreamCommand(name, short, done string) *cobra.Command {
+	var force bool
+	cmd := subcommand(name+" <upstream>", short, cobra.ExactArgs(1), func(c client, _ *cobra.Command, args []string) error {
+		query := url.Values{"upstream": {args[0]}}
+		if force {
+			query.Set("force", "true")
+		}
+		return c.show(http.MethodPost, name, query, nil, func(w io.Writer, _ []byte) error {
+			_, err := fmt.Fprintf(w, done, args[0])
+			return err
+		})
+	})
+	if name == "drain" {
+		cmd.Flags().BoolVar(&force, "force", false, "Drain the upstream even if it is the last one")
+	}
+	return cmd
+}
+
+// client talks to an admin endpoint.
+type client struct {
+	address string
+	raw     bool
+	out     io.Writer
+}
+
+func newClient(cmd *cobra.Command) (client, error) {
+	text := func(name string) string { return cmd.Flag(name).Value.String() }
+	address, err := caddycmd.DetermineAdminAPIAddress(text("address"), nil, text("config"), text("adapter"))
+	if err != nil {
+		return client{}, fmt.Errorf("couldn't determine admin API address: %v", err)
+	}
+	return client{address, text("json") == "true", cmd.OutOrStdout()}, nil
+}
+
+// show prints the answer to a request, as it came or in words.
+func (c client) show(method, route string, query url.Values, body io.Reader, pretty func(io.Writer, []byte) error) error {
+	uri := "/prefix_affinity/" + route
+	if len(query) > 0 {
+		uri += "?" + query.Encode()
+	}
+	res, err := caddycmd.AdminAPIRequest(c.address, method, uri, nil, body)
+	if err != nil {
+		return err
+	}
+	answer, err := io.ReadAll(res.Body)
+	if err := errors.Join(err, res.Body.Close()); err != nil {
+		return fmt.Errorf("reading answer of %s: %v", c.address, err)
+	}
+	if c.raw {
+		_, err := c.out.Write(answer)
+		return err
+	}
+	return pretty(c.out, answer)
+}
+
+func printStatus(w io.Writer, answer []byte) error {
+	var upstreams []upstreamState
+	if err := json.Unmarshal(answer, &upstreams); err != nil {
+		return err
+	}
+	if len(upstreams) == 0 {
+		_, err := fmt.Fprintln(w, "no upstream has served a request yet")
+		return err
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "UPSTREAM\tREQUESTS\tHIT RATIO\tPENDING\tPREFILL QUEUE\tCACHE\tPREFILL SPEED\tRESTARTS\tDRAIN")
+	for _, u := range upstreams {
+		drain := "-"
+		if u.Drain != nil {
+			drain = fmt.Sprintf("by %s since %s", u.Drain.By, u.Drain.Since.Local().Format(time.TimeOnly))
+		}
+		fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%.0f\t%s\t%s\t%d\t%s\n", u.Address, u.Requests, u.hitRatio(), u.PendingRequests, u.PendingPrefillTokens,
+			known(u.CacheCapacityTokens, "%d"), known(u.PrefillTokensPerSecond, "%.0f/s"), u.Generation, drain)
+	}
+	return t.Flush()
+}
+
+// hitRatio is the share of the prompt tokens that the upstream found in its
+// cache, by its own reports.
+func (u upstreamState) hitRatio() string {
+	if u.ReportedPromptTokens == 0 {
+		return "not reported"
+	}
+	return fmt.Sprintf("%.1f %%", 100*u.CachedTokens/u.ReportedPromptTokens)
+}
+
+func known[T cmp.Ordered](value T, format string) string {
+	var none T
+	if value == none {
+		return "not known"
+	}
+	return fmt.Sprintf(format, value)
+}
+
+func printLookup(w io.Writer, answer []byte) error {
+	var lookups []lookupAnswer
+	if err := json.Unmarshal(answer, &lookups); err != nil {
+		return err
+	}
+	for _, l := range lookups {
+		if l.Unkeyed != "" {
+			fmt.Fprintf(w, "no prompt to go by: %s\n", l.Unkeyed)
+			continue
+		}
+		fmt.Fprintf(w, "%d prompt tokens in %d blocks of %d bytes\n", l.PromptTokens, l.Blocks, l.BlockSize)
+		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+		fmt.Fprintln(t, "UPSTREAM\tMATCHED TOKENS\tWOULD BE CHOSEN")
+		for _, u := range l.Upstreams {
+			chosen := "-"
+			if u.Address == l.Upstream {
+				chosen = l.Reason
+			}
+			fmt.Fprintf(t, "%s\t%d\t%s\n", u.Address, u.MatchedTokens, chosen)
+		}
+		if err := t.Flush(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
