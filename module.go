@@ -89,6 +89,7 @@ func (p *PrefixAffinity) Select(pool reverseproxy.UpstreamPool, r *http.Request,
 //		index_size           <blocks>
 //		drain                <upstream...>
 //		drain_timeout        <duration>
+//		shadow
 //		explain
 //	}
 //

@@ -135,6 +135,10 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		c.DrainTimeout = caddy.Duration(timeout)
 		return nil
 	},
+	"shadow": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		c.Shadow = true
+		return only(d)
+	},
 	"explain": func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Explain = true
 		return only(d)

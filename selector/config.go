@@ -115,6 +115,11 @@ type Config struct {
 	// How long conversations may stay on an upstream that drains. Default is 30m.
 	DrainTimeout caddy.Duration `json:"drain_timeout,omitempty"`
 
+	// Decide and record, but let the fallback choose: for trying the policy out.
+	// The metric shadow_matched_tokens_total has what it would have found cached,
+	// matched_tokens_total what the fallback found. Off by default.
+	Shadow bool `json:"shadow,omitempty"`
+
 	// Tell in the response header X-Prefix-Affinity which upstream was chosen
 	// and why. Off by default.
 	Explain bool `json:"explain,omitempty"`

@@ -34,6 +34,7 @@ type metricSet struct {
 	decisions      *prometheus.CounterVec
 	promptTokens   *prometheus.CounterVec
 	matchedTokens  *prometheus.CounterVec
+	shadowTokens   *prometheus.CounterVec
 	cachedTokens   *prometheus.CounterVec
 	reportedTokens *prometheus.CounterVec
 	ttft           *prometheus.HistogramVec
@@ -49,7 +50,9 @@ type metricSet struct {
 type upstreamSeries struct {
 	decisions                                                 [len(reasons)]prometheus.Counter
 	promptTokens, matchedTokens, cachedTokens, reportedTokens prometheus.Counter
+	shadowMatchedTokens                                       prometheus.Counter
 	ttftHit, ttftMiss                                         prometheus.Observer
+	reporting                                                 reporting
 }
 
 func newMetricSet() *metricSet {
@@ -61,6 +64,7 @@ func newMetricSet() *metricSet {
 		decisions:      counter("decisions_total", "Attempts by the upstream they were sent to and why.", "upstream", "reason"),
 		promptTokens:   counter("prompt_tokens_total", "Estimated prompt tokens sent to an upstream.", "upstream"),
 		matchedTokens:  counter("matched_tokens_total", "Prompt tokens that an upstream was believed to hold when they were sent there.", "upstream"),
+		shadowTokens:   counter("shadow_matched_tokens_total", "Prompt tokens that the upstream which the policy would have chosen was believed to hold, while shadow leaves the choice to the fallback.", "upstream"),
 		cachedTokens:   counter("cached_tokens_total", "Prompt tokens that an upstream reported to have found in its cache.", "upstream"),
 		reportedTokens: counter("reported_prompt_tokens_total", "Prompt tokens of the responses that reported cached tokens.", "upstream"),
 		ttft: prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -82,7 +86,7 @@ func newMetricSet() *metricSet {
 // register makes the metrics show up in a configuration's registry.
 func (m *metricSet) register(registry prometheus.Registerer) error {
 	for _, c := range []prometheus.Collector{
-		m.decisions, m.promptTokens, m.matchedTokens, m.cachedTokens, m.reportedTokens, m.ttft, m.decisionTime, m.unkeyed, m.gauges,
+		m.decisions, m.promptTokens, m.matchedTokens, m.shadowTokens, m.cachedTokens, m.reportedTokens, m.ttft, m.decisionTime, m.unkeyed, m.gauges,
 	} {
 		var known prometheus.AlreadyRegisteredError
 		if err := registry.Register(c); err != nil && !errors.As(err, &known) {
@@ -112,12 +116,13 @@ func (m *metricSet) of(upstream string) *upstreamSeries {
 		}
 	}
 	s = &upstreamSeries{
-		promptTokens:   m.promptTokens.WithLabelValues(upstream),
-		matchedTokens:  m.matchedTokens.WithLabelValues(upstream),
-		cachedTokens:   m.cachedTokens.WithLabelValues(upstream),
-		reportedTokens: m.reportedTokens.WithLabelValues(upstream),
-		ttftHit:        m.ttft.WithLabelValues(upstream, "hit"),
-		ttftMiss:       m.ttft.WithLabelValues(upstream, "miss"),
+		promptTokens:        m.promptTokens.WithLabelValues(upstream),
+		matchedTokens:       m.matchedTokens.WithLabelValues(upstream),
+		cachedTokens:        m.cachedTokens.WithLabelValues(upstream),
+		reportedTokens:      m.reportedTokens.WithLabelValues(upstream),
+		shadowMatchedTokens: m.shadowTokens.WithLabelValues(upstream),
+		ttftHit:             m.ttft.WithLabelValues(upstream, "hit"),
+		ttftMiss:            m.ttft.WithLabelValues(upstream, "miss"),
 	}
 	for _, reason := range reasons {
 		s.decisions[reason] = m.decisions.WithLabelValues(upstream, reason.String())
@@ -139,6 +144,7 @@ func (m *metricSet) forget(known func(upstream string) bool) {
 		m.decisions.DeletePartialMatch(labels)
 		m.promptTokens.DeletePartialMatch(labels)
 		m.matchedTokens.DeletePartialMatch(labels)
+		m.shadowTokens.DeletePartialMatch(labels)
 		m.cachedTokens.DeletePartialMatch(labels)
 		m.reportedTokens.DeletePartialMatch(labels)
 		m.ttft.DeletePartialMatch(labels)
@@ -155,8 +161,8 @@ func (s *upstreamSeries) decided(c affinity.Choice) {
 // counted returns what a counter stands at.
 func counted(c prometheus.Counter) float64 {
 	var m dto.Metric
-	if c.Write(&m) != nil {
-		return 0
+	if err := c.Write(&m); err != nil {
+		panic(err) // a counter without exemplars has nothing that could fail
 	}
 	return m.GetCounter().GetValue()
 }

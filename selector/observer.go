@@ -117,6 +117,9 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	o.readLoad(q, res)
 	if asked {
+		if res.StatusCode == http.StatusOK && !isEventStream(res) {
+			q.series.reporting.orca(o.policy.logger, q.upstream, res.Header[orcaResponse] != nil)
+		}
 		res.Header.Del(orcaResponse)
 	}
 	if o.policy.config.Explain {
@@ -183,6 +186,10 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 	}
 }
 
+func isEventStream(res *http.Response) bool {
+	return signal.FormatOf(res.Header.Get("Content-Type")) == signal.SSE
+}
+
 // retryAfter reads a Retry-After header, in seconds or as a date.
 func retryAfter(value string, now time.Time) time.Duration {
 	if value == "" {
@@ -213,6 +220,7 @@ type tappedBody struct {
 	promptTokens int         // as estimated
 	cached       int         // cached tokens by header; -1: not said
 	started      bool
+	known        bool // the id of the response was learned
 	ended        bool
 }
 
@@ -222,10 +230,15 @@ func (t *tappedBody) Read(p []byte) (int, error) {
 		t.started = true
 		t.q.settle()
 	}
-	if n > 0 && t.tap != nil && t.tap.Write(p[:n]) {
-		now := time.Now()
-		t.attempt.FirstOutput(now)
-		t.ttft.Observe(now.Sub(t.sent).Seconds())
+	if n > 0 && t.tap != nil {
+		if t.tap.Write(p[:n]) {
+			now := time.Now()
+			t.attempt.FirstOutput(now)
+			t.ttft.Observe(now.Sub(t.sent).Seconds())
+		}
+		if !t.known {
+			t.learnID()
+		}
 	}
 	if err != nil {
 		outcome := affinity.Lost
@@ -238,6 +251,15 @@ func (t *tappedBody) Read(p []byte) (int, error) {
 		t.end(outcome)
 	}
 	return n, err
+}
+
+// learnID notes where the response is stored that a later request may continue.
+func (t *tappedBody) learnID() {
+	if id := t.tap.ResponseID(); id != nil {
+		t.known = true
+		p := t.q.policy
+		p.learned.index.Learn(p.hasher().ID(t.q.scope, string(id)), t.attempt.Replica())
+	}
 }
 
 func (t *tappedBody) Close() error {
@@ -253,12 +275,18 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 	t.ended = true
 	usage := signal.Usage{PromptTokens: -1, CachedTokens: -1}
 	if t.tap != nil {
+		if !t.known {
+			t.learnID() // a JSON body tells it at its end
+		}
 		usage = t.tap.Usage()
 		taps.Put(t.tap)
 		t.tap = nil
 	}
 	if usage.CachedTokens < 0 {
 		usage.CachedTokens = t.cached
+	}
+	if outcome == affinity.Served && t.q.cause == keyed {
+		t.series.reporting.cached(t.q.policy.logger, t.q.upstream, usage.CachedTokens >= 0)
 	}
 	if usage.CachedTokens >= 0 {
 		t.attempt.Report(usage.PromptTokens, usage.CachedTokens)

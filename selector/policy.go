@@ -46,6 +46,7 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 		Alpha:          p.config.AffinityWeight,
 		CapacityTokens: p.config.ReplicaCache,
 		Rendezvous:     p.config.Seed != "",
+		Shadow:         p.config.Shadow,
 	}
 	if err := p.loadFallback(ctx, config); err != nil {
 		return nil, err
@@ -87,6 +88,9 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 
 func (p *Policy) loadFallback(ctx caddy.Context, config *Config) error {
 	if config.FallbackRaw == nil {
+		if p.config.Shadow {
+			p.fallback = new(reverseproxy.LeastConnSelection)
+		}
 		return nil
 	}
 	var named struct {
@@ -99,7 +103,7 @@ func (p *Policy) loadFallback(ctx caddy.Context, config *Config) error {
 	if err != nil {
 		return fmt.Errorf("loading fallback selection policy: %s", err)
 	}
-	if named.Policy != "least_conn" { // ours is that already, in a finer measure
+	if named.Policy != "least_conn" || p.config.Shadow { // ours is that already, in a finer measure
 		p.fallback = module.(reverseproxy.Selector)
 	}
 	return nil
@@ -141,7 +145,12 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	}
 	var fallback func(affinity.Choice) int
 	if p.fallback != nil {
-		fallback = func(affinity.Choice) int { return p.fallBack(pool, s.candidates, r, w) }
+		fallback = func(wanted affinity.Choice) int {
+			if p.config.Shadow {
+				metrics.of(pool[wanted.Candidate].String()).shadowMatchedTokens.Add(float64(wanted.MatchedTokens))
+			}
+			return p.fallBack(pool, s.candidates, r, w)
+		}
 	}
 	var key *prefixhash.Key
 	if q.cause == keyed && !q.over {

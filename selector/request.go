@@ -36,6 +36,7 @@ type request struct {
 	r      *http.Request // the handler's clone, the same for all attempts
 	outer  *request      // the request that led to this one through the same policy
 	stop   func() bool   // takes back the request's own end
+	scope  string        // its tenant
 
 	mu       sync.Mutex
 	key      prefixhash.Key
@@ -70,6 +71,7 @@ func (p *Policy) newRequest(r *http.Request) *request {
 	q.outer, _ = caddyhttp.GetVar(r.Context(), p.varsKey).(*request)
 	caddyhttp.SetVar(r.Context(), p.varsKey, q)
 	q.readKey()
+	noticed.body(p.logger, q.cause, time.Now())
 	if q.cause != keyed {
 		metrics.unkeyed.WithLabelValues(q.cause).Inc()
 	}
@@ -92,21 +94,20 @@ func (q *request) readKey() {
 		return
 	}
 	hasher := q.policy.hasher()
-	var scope string
 	if config.Scope != "" {
 		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
-			scope = repl.ReplaceAll(config.Scope, "")
+			q.scope = repl.ReplaceAll(config.Scope, "")
 		}
 	}
 	q.blocks = keyBlocks.Get().(*[]prefixhash.Block)
 	q.key.Blocks = *q.blocks
-	if cause := hasher.Sum(&q.key, r.URL.Path, q.held.bytes, q.held.whole(), scope); cause != prefixhash.Keyed {
+	if cause := hasher.Sum(&q.key, r.URL.Path, q.held.bytes, q.held.whole(), q.scope); cause != prefixhash.Keyed {
 		q.cause = cause.String()
 		return
 	}
 	for _, name := range config.SessionHeaders {
 		if id := r.Header.Get(name); id != "" {
-			q.key.Session = hasher.ID(scope, id)
+			q.key.Session = hasher.ID(q.scope, id)
 			break
 		}
 	}
