@@ -79,6 +79,7 @@ func (p *PrefixAffinity) Select(pool reverseproxy.UpstreamPool, r *http.Request,
 //		min_match            <tokens>
 //		affinity_weight      <number>|auto
 //		replica_cache        <tokens>|auto
+//		poll                 <interval> [<path>]
 //		orca                 [text|json]
 //		cached_tokens_header <name>
 //		queue_depth_header   <name>

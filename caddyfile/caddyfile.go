@@ -72,6 +72,19 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		c.ReplicaCache, err = count(d, "tokens")
 		return err
 	},
+	"poll": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+		args := d.RemainingArgs()
+		if len(args) < 1 || len(args) > 2 {
+			return d.ArgErr()
+		}
+		if c.Poll, err = duration(d, "poll", args[0]); err != nil {
+			return err
+		}
+		if len(args) == 2 {
+			c.PollPath = args[1]
+		}
+		return nil
+	},
 	"orca": func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.ORCA = "text"
 		if d.NextArg() {
@@ -128,12 +141,9 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		if err := text(d, &value); err != nil {
 			return err
 		}
-		timeout, err := caddy.ParseDuration(value)
-		if err != nil || timeout <= 0 {
-			return d.Errf("invalid drain_timeout '%s': should be a duration such as 30m", value)
-		}
-		c.DrainTimeout = caddy.Duration(timeout)
-		return nil
+		var err error
+		c.DrainTimeout, err = duration(d, "drain_timeout", value)
+		return err
 	},
 	"shadow": func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Shadow = true
@@ -220,6 +230,14 @@ func size(d *caddyfile.Dispenser) (int64, error) {
 		return 0, d.Errf("invalid %s '%s': should be a size such as 256 or 8MiB", option, value)
 	}
 	return int64(size), nil
+}
+
+func duration(d *caddyfile.Dispenser, option, value string) (caddy.Duration, error) {
+	duration, err := caddy.ParseDuration(value)
+	if err != nil || duration <= 0 {
+		return 0, d.Errf("invalid %s '%s': should be a duration such as 10s", option, value)
+	}
+	return caddy.Duration(duration), nil
 }
 
 // count reads a positive whole number.

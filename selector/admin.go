@@ -125,7 +125,17 @@ type upstreamState struct {
 	ContradictedRatio  float64 `json:"contradicted_ratio"`
 	Generation         uint32  `json:"generation"`
 
-	Drain *drainState `json:"drain,omitempty"`
+	Drain  *drainState  `json:"drain,omitempty"`
+	Engine *engineState `json:"engine,omitempty"` // where it is polled
+}
+
+// engineState is what an engine's own metrics said last.
+type engineState struct {
+	Name     string  `json:"name"`
+	Waiting  float64 `json:"waiting"`
+	Running  float64 `json:"running"`
+	KVUsage  float64 `json:"kv_usage"`
+	HitRatio float64 `json:"hit_ratio"` // since its start, all requests
 }
 
 type drainState struct {
@@ -173,6 +183,12 @@ func (u *upstreamState) count(s *upstreamSeries) {
 	}
 	u.PromptTokens, u.MatchedTokens = counted(s.promptTokens), counted(s.matchedTokens)
 	u.CachedTokens, u.ReportedPromptTokens = counted(s.cachedTokens), counted(s.reportedTokens)
+	if m := s.engine.Load(); m != nil {
+		u.Engine = &engineState{Name: m.Engine, Waiting: max(m.QueueDepth, 0), Running: max(m.Running, 0), KVUsage: max(m.KVUsage, 0)}
+		if m.PrefixQueries > 0 {
+			u.Engine.HitRatio = max(m.PrefixHits, 0) / m.PrefixQueries
+		}
+	}
 }
 
 func drainOf(upstream string) *drainState {

@@ -18,6 +18,7 @@ const (
 	DefaultMinMatch  = 64      // tokens: the least that saves a measurable prefill
 	DefaultIndexSize = 2 << 20 // blocks: 8 replicas of 1M tokens, four times over
 
+	DefaultPollPath     = "/metrics"
 	DefaultDrainTimeout = caddy.Duration(30 * time.Minute) // most conversations pause for less
 )
 
@@ -29,6 +30,7 @@ const (
 	maxMaxBody   = 1 << 30
 	minIndexSize = 1 << 10
 	maxIndexSize = 1 << 30
+	minPoll      = caddy.Duration(100 * time.Millisecond)
 )
 
 // Config holds the options of the policy. All are optional.
@@ -66,6 +68,15 @@ type Config struct {
 	// learned from the cached tokens that the engines report; set it (within
 	// some 10 %) where they report none.
 	ReplicaCache int `json:"replica_cache,omitempty"`
+
+	// How often to read the engines' own metrics in Prometheus format: their
+	// queues (also of requests that this gateway did not send), the size of their
+	// KV cache, and whether they have restarted. vLLM, SGLang, llama.cpp,
+	// TensorRT-LLM, Triton, TGI and LMDeploy are understood. Off by default.
+	Poll caddy.Duration `json:"poll,omitempty"`
+
+	// Where the metrics are on an upstream. Default is `/metrics`.
+	PollPath string `json:"poll_path,omitempty"`
 
 	// Ask the engines for a load report in the response headers (ORCA), in the
 	// format `text` or `json`. vLLM and Triton with TensorRT-LLM send one. The
@@ -153,6 +164,9 @@ func (c Config) withDefaults() Config {
 	if len(c.SessionHeaders) == 0 {
 		c.SessionHeaders = defaultSessionHeaders
 	}
+	if c.PollPath == "" {
+		c.PollPath = DefaultPollPath
+	}
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = DefaultDrainTimeout
 	}
@@ -175,6 +189,10 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid replica_cache '%d': should be a number of tokens, or auto", c.ReplicaCache)
 	case c.ORCA != "" && c.ORCA != "text" && c.ORCA != "json":
 		return fmt.Errorf("invalid orca '%s': should be text or json", c.ORCA)
+	case c.Poll != 0 && c.Poll < minPoll:
+		return fmt.Errorf("invalid poll '%s': should be at least %s", time.Duration(c.Poll), time.Duration(minPoll))
+	case !strings.HasPrefix(c.PollPath, "/"):
+		return fmt.Errorf("invalid poll_path '%s': should begin with a slash", c.PollPath)
 	case c.DrainTimeout < 0:
 		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:

@@ -3,12 +3,14 @@ package selector
 import (
 	"errors"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 
 	"github.com/prefix-affinity/caddy/selector/affinity"
+	"github.com/prefix-affinity/caddy/selector/signal"
 )
 
 // Metrics are kept once for the process and registered with the registry of
@@ -53,6 +55,8 @@ type upstreamSeries struct {
 	shadowMatchedTokens                                       prometheus.Counter
 	ttftHit, ttftMiss                                         prometheus.Observer
 	reporting                                                 reporting
+	engine                                                    atomic.Pointer[signal.EngineMetrics] // as last polled; nil: never
+	polled                                                    atomic.Int64                         // Unix nanoseconds
 }
 
 func newMetricSet() *metricSet {
@@ -149,6 +153,13 @@ func (m *metricSet) forget(known func(upstream string) bool) {
 		m.reportedTokens.DeletePartialMatch(labels)
 		m.ttft.DeletePartialMatch(labels)
 	}
+}
+
+// pollDue reports whether the upstream's metrics should be read now, and takes
+// the turn: of several policies the one with the shortest interval does.
+func (s *upstreamSeries) pollDue(now time.Time, interval time.Duration) bool {
+	last := s.polled.Load()
+	return now.UnixNano()-last >= int64(interval)*9/10 && s.polled.CompareAndSwap(last, now.UnixNano())
 }
 
 // decided counts a decision.

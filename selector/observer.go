@@ -142,8 +142,12 @@ func (o *observer) requestOf(req *http.Request) *request {
 // readLoad takes in what the response's headers say about the upstream's queue.
 func (o *observer) readLoad(q *request, res *http.Response) {
 	if values := res.Header[orcaResponse]; values != nil {
-		if load, ok := signal.ParseORCA(values); ok && load.QueueDepth >= 0 {
+		load, ok := signal.ParseORCA(values)
+		if ok && load.QueueDepth >= 0 {
 			q.attempt.Replica().ReportLoad(time.Now(), load.QueueDepth)
+		}
+		if ok && load.CapacityTokens > 0 && o.policy.config.ReplicaCache == 0 {
+			q.attempt.Replica().ReportCapacity(int(load.CapacityTokens))
 		}
 	}
 	if name := o.policy.config.QueueDepthHeader; name != "" {

@@ -2,8 +2,8 @@
 // prompt of a request, asks package affinity where to send it, and watches the
 // response to learn from it.
 //
-// A Policy is safe for concurrent use. It starts no goroutine and does no I/O
-// but reading request bodies.
+// A Policy is safe for concurrent use. On a request's path it does no I/O but
+// reading the body; the only goroutine is the one that polls the engines.
 package selector
 
 import (
@@ -31,6 +31,7 @@ type Policy struct {
 	hasher   func() *prefixhash.Hasher
 	learned  learned
 	drains   *drains // by the configuration
+	poller   *poller // nil: the engines' metrics are not read
 	observer *observer
 	varsKey  string // of this policy's state in a request's variables
 	logger   *zap.Logger
@@ -82,6 +83,9 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	for _, upstream := range p.config.Drain {
 		p.drains.set(upstream, time.Now())
 	}
+	if p.config.Poll > 0 && p.observer != nil {
+		p.poller = newPoller(p)
+	}
 	p.enlist()
 	return p, nil
 }
@@ -116,6 +120,9 @@ func (p *Policy) Cleanup() error {
 		return nil
 	}
 	p.retire()
+	if p.poller != nil {
+		p.poller.close()
+	}
 	return errors.Join(p.learned.release(), p.observer.cleanup())
 }
 
@@ -123,6 +130,9 @@ func (p *Policy) Cleanup() error {
 func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) *reverseproxy.Upstream {
 	q := p.requestOf(r)
 	if q == nil {
+		if p.poller != nil {
+			p.poller.run()
+		}
 		q = p.newRequest(r)
 	}
 	q.mu.Lock()

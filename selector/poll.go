@@ -1,0 +1,195 @@
+package selector
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"go.uber.org/zap"
+
+	"github.com/prefix-affinity/caddy/selector/signal"
+)
+
+const (
+	pollTimeout     = 2 * time.Second
+	pollBytes       = 4 << 20 // an engine has up to 500 KB to say
+	pollConcurrency = 8
+	// pollTries in a row that failed make an engine one without metrics: it is
+	// asked again after pollPause only.
+	pollTries = 5
+	pollPause = 10 * time.Minute
+)
+
+// poller reads the metrics of a policy's upstreams at intervals. It asks through
+// the handler's transport and with its header_up, so TLS and keys are the same as
+// for requests.
+type poller struct {
+	policy *Policy
+	start  sync.Once
+	ctx    context.Context
+	stop   context.CancelFunc
+	done   sync.WaitGroup
+
+	mu   sync.Mutex
+	seen map[string]*polled // by upstream
+}
+
+// polled is what a poller knows of an upstream.
+type polled struct {
+	started  float64 // Unix seconds; 0: not said
+	failures int
+	pause    time.Time // not asked before
+}
+
+func newPoller(p *Policy) *poller {
+	ctx, stop := context.WithCancel(context.Background())
+	return &poller{policy: p, ctx: ctx, stop: stop, seen: make(map[string]*polled)}
+}
+
+// run begins polling with the first request: a configuration that is only
+// checked asks nobody.
+func (o *poller) run() {
+	o.start.Do(func() {
+		o.done.Go(func() {
+			ticker := time.NewTicker(time.Duration(o.policy.config.Poll))
+			defer ticker.Stop()
+			for {
+				o.round(time.Now())
+				select {
+				case <-ticker.C:
+				case <-o.ctx.Done():
+					return
+				}
+			}
+		})
+	})
+}
+
+func (o *poller) close() {
+	o.stop()
+	o.start.Do(func() {}) // none begins any more
+	o.done.Wait()
+}
+
+// round asks every upstream once.
+func (o *poller) round(now time.Time) {
+	var asked sync.WaitGroup
+	slots := make(chan struct{}, pollConcurrency)
+	upstreams := o.policy.upstreams(now)
+	o.forget(upstreams)
+	for _, upstream := range upstreams {
+		u := o.of(upstream)
+		if now.Before(u.pause) || !metrics.of(upstream).pollDue(now, time.Duration(o.policy.config.Poll)) {
+			continue
+		}
+		slots <- struct{}{}
+		asked.Go(func() {
+			defer func() { <-slots }()
+			if err := o.ask(upstream, u); err != nil {
+				o.failed(upstream, u, err)
+				return
+			}
+			u.failures = 0
+		})
+	}
+	asked.Wait()
+}
+
+func (o *poller) of(upstream string) *polled {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	u := o.seen[upstream]
+	if u == nil {
+		u = new(polled)
+		o.seen[upstream] = u
+	}
+	return u
+}
+
+// forget drops the upstreams that are not there any more.
+func (o *poller) forget(present []string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.seen) <= len(present) {
+		return
+	}
+	keep := make(map[string]*polled, len(present))
+	for _, upstream := range present {
+		if u := o.seen[upstream]; u != nil {
+			keep[upstream] = u
+		}
+	}
+	o.seen = keep
+}
+
+// ask reads one upstream's metrics and passes on what they say.
+func (o *poller) ask(upstream string, u *polled) error {
+	ctx, cancel := context.WithTimeout(o.ctx, pollTimeout)
+	defer cancel()
+	ctx = context.WithValue(ctx, caddy.ReplacerCtxKey, caddy.NewReplacer())
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+upstream+o.policy.config.PollPath, nil)
+	if err != nil {
+		return err
+	}
+	if h := o.policy.observer.handler; h.Headers != nil && h.Headers.Request != nil {
+		h.Headers.Request.ApplyToRequest(req)
+	}
+	res, err := o.policy.observer.RoundTripper.RoundTrip(req)
+	if err != nil {
+		return err
+	}
+	defer res.Body.Close()
+	if res.StatusCode != http.StatusOK {
+		return fmt.Errorf("status %d", res.StatusCode)
+	}
+	said, err := signal.ParseMetrics(io.LimitReader(res.Body, pollBytes))
+	if err != nil {
+		return err
+	}
+	if said.StartTime < 0 { // llama.cpp says it in a header
+		if started, err := strconv.ParseFloat(res.Header.Get("Process-Start-Time-Unix"), 64); err == nil {
+			said.StartTime = started
+		}
+	}
+	o.tell(upstream, u, said)
+	return nil
+}
+
+func (o *poller) tell(upstream string, u *polled, said signal.EngineMetrics) {
+	metrics.of(upstream).engine.Store(&said)
+	replica := o.policy.learned.fleet.Find(upstream)
+	if replica == nil {
+		return // it has served nothing yet
+	}
+	if said.QueueDepth >= 0 {
+		replica.ReportLoad(time.Now(), said.QueueDepth)
+	}
+	if said.CapacityTokens > 0 && o.policy.config.ReplicaCache == 0 {
+		replica.ReportCapacity(int(said.CapacityTokens))
+	}
+	if said.StartTime > 0 {
+		if u.started > 0 && said.StartTime != u.started {
+			replica.Restarted()
+			o.policy.logger.Info("upstream has restarted: what it held is forgotten", zap.String("upstream", upstream))
+		}
+		u.started = said.StartTime
+	}
+}
+
+func (o *poller) failed(upstream string, u *polled, err error) {
+	if o.ctx.Err() != nil {
+		return
+	}
+	if u.failures++; u.failures < pollTries {
+		return
+	}
+	u.failures = 0
+	u.pause = time.Now().Add(pollPause)
+	o.policy.logger.Warn("upstream's metrics can't be read: it will be left alone for a while",
+		zap.String("upstream", upstream), zap.String("path", o.policy.config.PollPath), zap.Duration("pause", pollPause), zap.Error(err))
+}
