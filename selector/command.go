@@ -42,6 +42,13 @@ of the engine.`,
 			flags.StringP("adapter", "a", "", "Name of config adapter to apply (when --config is used)")
 			flags.String("address", "", "The address to use to reach the admin API endpoint, if not the default")
 			flags.Bool("json", false, "Print the answer as it came")
+			root.Args = cobra.ArbitraryArgs
+			root.RunE = func(cmd *cobra.Command, args []string) error {
+				if len(args) > 0 {
+					return fmt.Errorf("unknown subcommand '%s': see caddy prefix-affinity --help", args[0])
+				}
+				return cmd.Help()
+			}
 			root.AddCommand(
 				subcommand("status", "Shows every upstream", cobra.NoArgs, func(c client, _ *cobra.Command, _ []string) error {
 					return c.show(http.MethodGet, "upstreams", nil, nil, printStatus)

@@ -1,0 +1,476 @@
+package integration
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	caddycmd "github.com/caddyserver/caddy/v2/cmd"
+
+	"github.com/prefix-affinity/caddy/integration/engine"
+)
+
+// TestMain lets the test binary be a caddy, for the tests of its commands.
+func TestMain(m *testing.M) {
+	if os.Getenv("TEST_AS_CADDY") == "1" {
+		caddycmd.Main()
+		return
+	}
+	os.Exit(m.Run())
+}
+
+// caddy runs a command of Caddy's against the site.
+func (s *site) caddy(t *testing.T, args ...string) (string, error) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0], append(args, "--address", strings.TrimPrefix(s.Admin, "http://"))...)
+	cmd.Env = append(os.Environ(), "TEST_AS_CADDY=1")
+	var out bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &out
+	err := cmd.Run()
+	return out.String(), err
+}
+
+// admin sends a request to the admin API and decodes its answer.
+func (s *site) admin(t *testing.T, method, path, body string, to any) int {
+	t.Helper()
+	req, err := http.NewRequest(method, s.Admin+"/prefix_affinity/"+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	if got := res.Header.Get("Content-Type"); got != "application/json" {
+		t.Errorf("%s %s: content type %q", method, path, got)
+	}
+	if err := json.NewDecoder(res.Body).Decode(to); err != nil {
+		t.Errorf("%s %s: %v", method, path, err)
+	}
+	return res.StatusCode
+}
+
+type upstream struct {
+	Address              string         `json:"address"`
+	Requests             int            `json:"requests"`
+	Reasons              map[string]int `json:"reasons"`
+	PromptTokens         float64        `json:"prompt_tokens"`
+	MatchedTokens        float64        `json:"matched_tokens"`
+	CachedTokens         float64        `json:"cached_tokens"`
+	ReportedPromptTokens float64        `json:"reported_prompt_tokens"`
+	PendingRequests      int            `json:"pending_requests"`
+	IndexBlocks          int            `json:"index_blocks"`
+	QueueDepth           float64        `json:"queue_depth"`
+	CacheCapacityTokens  int            `json:"cache_capacity_tokens"`
+	Generation           int            `json:"generation"`
+	Drain                *struct {
+		By string `json:"by"`
+	} `json:"drain"`
+	Engine *struct {
+		Name string `json:"name"`
+	} `json:"engine"`
+}
+
+// upstreams lists what is known of the given upstreams, in their order.
+func (s *site) upstreams(t *testing.T, addrs ...string) []upstream {
+	t.Helper()
+	var all []upstream
+	if status := s.admin(t, http.MethodGet, "upstreams", "", &all); status != http.StatusOK {
+		t.Fatalf("status %d", status)
+	}
+	list := make([]upstream, len(addrs))
+	for i, addr := range addrs {
+		if at := slices.IndexFunc(all, func(u upstream) bool { return u.Address == addr }); at >= 0 {
+			list[i] = all[at]
+		}
+	}
+	return list
+}
+
+// conversation sends the turns of a conversation and returns which engine has it.
+func (s *site) conversation(t *testing.T, fleet []*engine.Engine, name string, turns int) int {
+	t.Helper()
+	before := make([]int64, len(fleet))
+	for i, e := range fleet {
+		before[i] = e.Stats().Requests
+	}
+	var messages []string
+	for turn := range turns {
+		messages = append(messages, words(fmt.Sprintf("%s asks %d", name, turn), 3000))
+		if res, _ := s.post(t, "/v1/chat/completions", chat(true, messages...)); res.StatusCode != http.StatusOK {
+			t.Fatalf("status %d", res.StatusCode)
+		}
+		messages = append(messages, "aha")
+	}
+	at := -1
+	for i, e := range fleet {
+		if n := e.Stats().Requests - before[i]; n == int64(turns) {
+			at = i
+		} else if n != 0 {
+			t.Errorf("conversation %s: engine %d got %d of %d turns", name, i, n, turns)
+		}
+	}
+	return at
+}
+
+var fast = engine.Config{PrefillRate: 1e6, InterToken: 100 * time.Microsecond, OutputTokens: 2}
+
+func TestAdminAPI(t *testing.T) {
+	fleet := newFleet(t, 3, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
+	at := s.conversation(t, fleet, "anna", 4)
+	if at < 0 {
+		t.Fatal("the conversation did not stay")
+	}
+	holder := fleet[at].Addr()
+
+	t.Run("upstreams", func(t *testing.T) {
+		u := s.upstreams(t, holder)[0]
+		if u.Requests != 4 || u.Reasons["cold"] != 1 || u.Reasons["affinity"] != 3 {
+			t.Errorf("%d requests, reasons %v", u.Requests, u.Reasons)
+		}
+		stats := fleet[at].Stats()
+		if u.CachedTokens != float64(stats.CachedTokens) || u.ReportedPromptTokens != float64(stats.PromptTokens) {
+			t.Errorf("cached %v of %v, the engine says %d of %d", u.CachedTokens, u.ReportedPromptTokens, stats.CachedTokens, stats.PromptTokens)
+		}
+		if u.PendingRequests != 0 || u.IndexBlocks == 0 || u.MatchedTokens == 0 {
+			t.Errorf("%+v", u)
+		}
+	})
+	t.Run("lookup", func(t *testing.T) {
+		body := chat(true, words("anna asks 0", 3000), "aha", words("and now", 100))
+		for range 2 { // asking changes nothing
+			var answers []struct {
+				PromptTokens int    `json:"prompt_tokens"`
+				Upstream     string `json:"upstream"`
+				Reason       string `json:"reason"`
+				Upstreams    []struct {
+					Address       string `json:"address"`
+					MatchedTokens int    `json:"matched_tokens"`
+				} `json:"upstreams"`
+			}
+			if status := s.admin(t, http.MethodPost, "lookup", body, &answers); status != http.StatusOK || len(answers) != 1 {
+				t.Fatalf("status %d, %d answers", status, len(answers))
+			}
+			a := answers[0]
+			if a.Upstream != holder || a.Reason != "affinity" || a.PromptTokens < 700 || a.PromptTokens > 900 {
+				t.Errorf("%+v, want %s", a, holder)
+			}
+			for _, u := range a.Upstreams {
+				if (u.Address == holder) != (u.MatchedTokens > 600) {
+					t.Errorf("%s matches %d tokens", u.Address, u.MatchedTokens)
+				}
+			}
+		}
+		var unkeyed []struct {
+			Unkeyed string `json:"unkeyed"`
+		}
+		if s.admin(t, http.MethodPost, "lookup", "nonsense", &unkeyed); len(unkeyed) != 1 || unkeyed[0].Unkeyed == "" {
+			t.Errorf("%+v", unkeyed)
+		}
+	})
+	t.Run("errors", func(t *testing.T) {
+		for _, test := range []struct {
+			method, path string
+			status       int
+		}{
+			{"POST", "upstreams", http.StatusMethodNotAllowed},
+			{"GET", "lookup", http.StatusMethodNotAllowed},
+			{"GET", "drain?upstream=" + holder, http.StatusMethodNotAllowed},
+			{"POST", "drain", http.StatusBadRequest},
+			{"POST", "drain?upstream=nobody:1", http.StatusNotFound},
+			{"POST", "undrain?upstream=" + holder, http.StatusConflict},
+			{"POST", "forget?upstream=nobody:1", http.StatusNotFound},
+		} {
+			var answer struct {
+				Error string `json:"error"`
+			}
+			if status := s.admin(t, test.method, test.path, "", &answer); status != test.status || answer.Error == "" {
+				t.Errorf("%s %s: status %d, %q", test.method, test.path, status, answer.Error)
+			}
+		}
+	})
+	t.Run("forget", func(t *testing.T) {
+		var none struct{}
+		if status := s.admin(t, http.MethodPost, "forget?upstream="+holder, "", &none); status != http.StatusOK {
+			t.Fatalf("status %d", status)
+		}
+		if u := s.upstreams(t, holder)[0]; u.IndexBlocks != 0 {
+			t.Errorf("%d blocks are not forgotten", u.IndexBlocks)
+		}
+	})
+}
+
+func TestDrain(t *testing.T) {
+	fleet := newFleet(t, 3, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
+	at := s.conversation(t, fleet, "kept", 2)
+	holder := fleet[at].Addr()
+	var drained struct {
+		By string `json:"by"`
+	}
+	if status := s.admin(t, http.MethodPost, "drain?upstream="+holder, "", &drained); status != http.StatusOK || drained.By != "api" {
+		t.Fatalf("status %d, %+v", status, drained)
+	}
+	served := func(i int) int64 { return fleet[i].Stats().Requests }
+
+	before := served(at)
+	for i := range 30 {
+		s.post(t, "/v1/chat/completions", chat(true, words(fmt.Sprintf("new %d", i), 2000)))
+		s.post(t, "/v1/embeddings", `{"model":"m","input":"x"}`)
+	}
+	if n := served(at) - before; n != 0 {
+		t.Errorf("the drained upstream got %d new prefixes", n)
+	}
+	kept := chat(true, words("kept asks 0", 3000), "aha", words("kept asks 1", 3000), "aha", words("kept asks 2", 3000))
+	if s.post(t, "/v1/chat/completions", kept); served(at) != before+1 {
+		t.Error("its own conversation was taken away")
+	}
+	s.reload(t, fleet.Upstreams(), "lb_policy prefix_affinity\n\t\theader_down X-Changed 1")
+	if d := s.upstreams(t, holder)[0].Drain; d == nil || d.By != "api" {
+		t.Error("the drain was lost at a reload")
+	}
+
+	// The last one needs force.
+	others := slices.Delete([]int{0, 1, 2}, at, at+1)
+	var answer struct {
+		Error string `json:"error"`
+	}
+	s.admin(t, http.MethodPost, "drain?upstream="+fleet[others[0]].Addr(), "", &answer)
+	last := "drain?upstream=" + fleet[others[1]].Addr()
+	if status := s.admin(t, http.MethodPost, last, "", &answer); status != http.StatusConflict || !strings.Contains(answer.Error, "force") {
+		t.Errorf("draining the last one: status %d, %q", status, answer.Error)
+	}
+	if status := s.admin(t, http.MethodPost, last+"&force=true", "", &answer); status != http.StatusOK {
+		t.Errorf("draining the last one by force: status %d", status)
+	}
+	if res, _ := s.post(t, "/v1/chat/completions", chat(true, words("still", 2000))); res.StatusCode != http.StatusOK {
+		t.Errorf("with all drained: status %d", res.StatusCode)
+	}
+	for _, e := range fleet {
+		s.admin(t, http.MethodPost, "undrain?upstream="+e.Addr(), "", &answer)
+	}
+	if d := s.upstreams(t, holder)[0].Drain; d != nil {
+		t.Error("undrain did nothing")
+	}
+
+	// A drain by configuration is none of the API's business, and its
+	// conversations move when the time is over.
+	s.reload(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tdrain "+holder+"\n\t\t\tdrain_timeout 1ms\n\t\t}")
+	if status := s.admin(t, http.MethodPost, "undrain?upstream="+holder, "", &answer); status != http.StatusConflict || !strings.Contains(answer.Error, "configuration") {
+		t.Errorf("undrain of a configured drain: status %d, %q", status, answer.Error)
+	}
+	time.Sleep(5 * time.Millisecond)
+	before = served(at)
+	if s.post(t, "/v1/chat/completions", kept); served(at) != before {
+		t.Error("the conversation stayed beyond drain_timeout")
+	}
+}
+
+func TestCommand(t *testing.T) {
+	fleet := newFleet(t, 2, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
+	if out, err := s.caddy(t, "prefix-affinity", "status"); err != nil || !strings.Contains(out, "no upstream has served") {
+		t.Errorf("%v: %s", err, out)
+	}
+	at := s.conversation(t, fleet, "anna", 2)
+	holder := fleet[at].Addr()
+	stats := fleet[at].Stats()
+	ratio := fmt.Sprintf("%.1f %%", 100*stats.HitRatio())
+	if out, err := s.caddy(t, "prefix-affinity", "status"); err != nil || !strings.Contains(out, holder) || !strings.Contains(out, ratio) {
+		t.Errorf("%v, want a hit ratio of %s: %s", err, ratio, out)
+	}
+	file := t.TempDir() + "/body.json"
+	if err := os.WriteFile(file, []byte(chat(true, words("anna asks 0", 3000), "aha", "next")), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := s.caddy(t, "prefix-affinity", "lookup", file); err != nil || !regexp.MustCompile(regexp.QuoteMeta(holder)+`\s+7\d\d\s+affinity`).MatchString(out) {
+		t.Errorf("%v: %s", err, out)
+	}
+	for _, args := range [][]string{{"drain", holder}, {"undrain", holder}, {"forget", holder}} {
+		if out, err := s.caddy(t, append([]string{"prefix-affinity"}, args...)...); err != nil || !strings.Contains(out, holder) {
+			t.Errorf("%v: %v: %s", args, err, out)
+		}
+	}
+	out, err := s.caddy(t, "prefix-affinity", "status", "--json")
+	var list []upstream
+	if err != nil || json.Unmarshal([]byte(out), &list) != nil || len(list) < 2 {
+		t.Errorf("%v: %s", err, out)
+	}
+	for _, args := range [][]string{{"drain", "nobody:1"}, {"lookup", file + ".missing"}, {"drain"}, {"nonsense"}} {
+		if out, err := s.caddy(t, append([]string{"prefix-affinity"}, args...)...); err == nil {
+			t.Errorf("%v succeeded: %s", args, out)
+		}
+	}
+}
+
+// scrape returns the samples of the metrics with a prefix, by name and labels.
+func (s *site) scrape(t *testing.T) map[string]float64 {
+	t.Helper()
+	res, err := http.Get(s.Admin + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer res.Body.Close()
+	text, err := io.ReadAll(res.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	samples := make(map[string]float64)
+	for line := range strings.Lines(string(text)) {
+		if name, value, ok := strings.Cut(strings.TrimSpace(line), "} "); ok && strings.HasPrefix(name, "caddy_prefix_affinity_") {
+			if samples[name+"}"], err = strconv.ParseFloat(value, 64); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	return samples
+}
+
+func TestMetrics(t *testing.T) {
+	fleet := newFleet(t, 2, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
+	at := s.conversation(t, fleet, "anna", 3)
+	holder := fleet[at].Addr()
+	check := func(name, labels string, want float64) {
+		t.Helper()
+		key := fmt.Sprintf("caddy_prefix_affinity_%s{%s}", name, strings.ReplaceAll(labels, "$", holder))
+		if got, ok := s.scrape(t)[key]; !ok || got != want {
+			t.Errorf("%s = %v (present: %t), want %v", key, got, ok, want)
+		}
+	}
+	stats := fleet[at].Stats()
+	check("decisions_total", `reason="affinity",upstream="$"`, 2)
+	check("decisions_total", `reason="cold",upstream="$"`, 1)
+	check("decisions_total", `reason="overflow",upstream="$"`, 0)
+	check("cached_tokens_total", `upstream="$"`, float64(stats.CachedTokens))
+	check("reported_prompt_tokens_total", `upstream="$"`, float64(stats.PromptTokens))
+	check("ttft_seconds_count", `match="hit",upstream="$"`, 2)
+	check("ttft_seconds_count", `match="miss",upstream="$"`, 1)
+	check("pending_requests", `upstream="$"`, 0)
+
+	// They go on across reloads, also where several handlers have the policy.
+	for range 3 {
+		s.reload(t, fleet.Upstreams(), "lb_policy prefix_affinity\n\t}\n\treverse_proxy /other "+fleet.Upstreams()+" {\n\t\tlb_policy prefix_affinity")
+	}
+	check("decisions_total", `reason="affinity",upstream="$"`, 2)
+	s.post(t, "/v1/chat/completions", chat(true, words("anna asks 0", 3000), "aha", "go on"))
+	check("decisions_total", `reason="affinity",upstream="$"`, 3)
+}
+
+func TestShadowOnlyRecords(t *testing.T) {
+	fleet := newFleet(t, 2, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tshadow\n\t\t\tfallback round_robin\n\t\t}")
+	prompt := chat(true, words("shadow", 4000))
+	for range 10 {
+		s.post(t, "/v1/chat/completions", prompt)
+	}
+	a, b := fleet[0].Stats().Requests, fleet[1].Stats().Requests
+	if a != 5 || b != 5 {
+		t.Errorf("round_robin served %d and %d", a, b)
+	}
+	var wanted, served float64
+	for name, value := range s.scrape(t) {
+		for _, e := range fleet {
+			if strings.Contains(name, e.Addr()) {
+				switch {
+				case strings.Contains(name, "shadow_matched_tokens_total"):
+					wanted += value
+				case strings.Contains(name, "_matched_tokens_total"):
+					served += value
+				}
+			}
+		}
+	}
+	// Each of ten equal prompts but the first would have matched; round_robin
+	// misses one more.
+	if ratio := wanted / served; ratio < 1.12 || ratio > 1.13 {
+		t.Errorf("%v tokens would have matched, %v did: ratio %.3f, want 9/8", wanted, served, ratio)
+	}
+}
+
+// Polling reads the engine's size and queue, and notices a restart between two
+// requests.
+func TestPoll(t *testing.T) {
+	config := fast
+	config.CapacityTokens = 40_000
+	fleet := newFleet(t, 2, config)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tpoll 100ms\n\t\t}")
+	at := s.conversation(t, fleet, "anna", 2)
+	addr := fleet[at].Addr()
+	eventually(t, "learning the capacity", func() bool {
+		u := s.upstreams(t, addr)[0]
+		return u.CacheCapacityTokens > 36_000 && u.CacheCapacityTokens < 44_000 && u.Engine != nil && u.Engine.Name == "vllm"
+	})
+	time.Sleep(1100 * time.Millisecond) // start times may be whole seconds
+	fleet[at].Restart()
+	eventually(t, "noticing the restart", func() bool {
+		u := s.upstreams(t, addr)[0]
+		return u.Generation == 1 && u.IndexBlocks == 0
+	})
+}
+
+// Nothing of a prompt, a key or a session name may appear anywhere.
+func TestPrivacy(t *testing.T) {
+	fleet := newFleet(t, 2, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tscope {http.request.header.X-Tenant}\n\t\t\tseed SEEDMARKER\n\t\t\texplain\n\t\t}\n\t}\n\tlog {\n\t\tformat json\n\t}\n\thandle_errors {\n\t\trespond 500")
+	body := strings.Replace(chat(true, words("PROMPTMARKER", 3000)), `"model":"m"`, `"model":"m","prompt_cache_key":"SESSIONMARKER"`, 1)
+	for range 3 {
+		req, err := http.NewRequest(http.MethodPost, s.URL+"/v1/chat/completions", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("X-Tenant", "TENANTMARKER")
+		res, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(fmt.Sprint(res.Header), "MARKER") {
+			t.Errorf("response headers: %v", res.Header)
+		}
+		res.Body.Close()
+	}
+	log, err := s.Log()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Caddy itself logs request headers; what is ours must not appear in any
+	// other line, nor the prompt or the session in any line at all.
+	for line := range strings.Lines(log) {
+		if strings.Contains(line, "PROMPTMARKER") || strings.Contains(line, "SESSIONMARKER") || strings.Contains(line, "SEEDMARKER") {
+			t.Errorf("logged: %s", line)
+		}
+	}
+	for _, path := range []string{"/metrics", "/prefix_affinity/upstreams"} {
+		res, err := http.Get(s.Admin + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer, err := io.ReadAll(res.Body)
+		res.Body.Close()
+		if err != nil || bytes.Contains(answer, []byte("MARKER")) {
+			t.Errorf("%s: %v, or it holds what it must not", path, err)
+		}
+	}
+	res, err := http.Post(s.Admin+"/prefix_affinity/lookup?scope=TENANTMARKER", "application/json", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer, err := io.ReadAll(res.Body)
+	res.Body.Close()
+	if err != nil || res.StatusCode != http.StatusOK || bytes.Contains(answer, []byte("MARKER")) {
+		t.Errorf("lookup: %v %s", err, answer)
+	}
+}
