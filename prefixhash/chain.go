@@ -1,10 +1,9 @@
 package prefixhash
 
 import (
-	"bytes"
+	"crypto/subtle"
 	"encoding/binary"
 	"math"
-	"unicode/utf16"
 	"unicode/utf8"
 
 	"github.com/cespare/xxhash/v2"
@@ -67,39 +66,63 @@ const (
 // may hold any byte, so marks couldn't be told from text by their value: the
 // hash of a block also takes in the positions of its marks, which makes
 // ("ab", "c") differ from ("a", "bc") whatever the texts are.
+//
+// For half of all seeds, xxhash64 collides on pairs that differ by constants
+// in two words of 8 bytes (bit 63 of one, 2^30*P1/P2 in the word 32 bytes on).
+// So a block is hashed under a mask of secret bytes: what is a constant
+// difference to the sender of such a pair is none to the hash.
 type chain struct {
-	digest xxhash.Digest // of the open block, seeded with the hash before it
-	marks  uint64        // folded positions of the marks in the open block
+	mask []byte // of the longest block
+	open []byte // the open block
+	used int    // bytes of it
+
+	marks uint64 // folded positions of the marks in the open block
+	hash  uint64 // of everything before the open block
+	root  uint64 // seed of the chain
 
 	pos   uint64 // prompt bytes so far
 	start uint64 // where the open block starts
 	limit uint64 // where it is cut at the latest
-	block uint64 // length of the fine blocks
-	root  uint64 // seed of the chain
 
 	blocks  []Block
 	stopped bool // the rest of the prompt is unknown: no more blocks
-	buf     [2048]byte
+	digest  xxhash.Digest
+	buf     [2048]byte // decoded text on its way elsewhere
 	explain *explainer // nil but for Explain
 }
 
+// newMask returns the secret bytes that go with a seed, as many as the longest
+// block has.
+func newMask(seed uint64, blockBytes int) []byte {
+	d := seeded(seed, "mask", "")
+	mask := make([]byte, 0, blockBytes*coarse+8)
+	for len(mask) < blockBytes*coarse {
+		_, _ = d.Write([]byte{0})
+		mask = binary.LittleEndian.AppendUint64(mask, d.Sum64())
+	}
+	return mask[:blockBytes*coarse]
+}
+
 // begin starts a chain with the preamble: what the KV cache depends on without
-// being prompt text. It weighs nothing and has no block of its own.
-func (c *chain) begin(seed uint64, blockBytes int, blocks []Block) {
+// being prompt text. It weighs nothing and its blocks are no blocks of the key.
+func (c *chain) begin(seed uint64, mask []byte, blocks []Block) {
 	c.root = seed
-	c.digest.ResetWithSeed(seed)
-	c.marks = 0
-	c.pos, c.start, c.limit = 0, 0, math.MaxUint64
-	c.block = uint64(blockBytes)
+	c.mask = mask
+	if len(c.open) < len(mask) {
+		c.open = make([]byte, len(mask))
+	}
 	c.blocks = blocks[:0]
 	c.stopped = false
+	c.pos = 0
+	c.follow(seed)
 }
 
 // seal ends the preamble: the prompt starts at 0.
 func (c *chain) seal() {
-	hash := c.sum()
-	c.pos, c.start = 0, 0
-	c.open(hash)
+	c.cut()
+	c.blocks = c.blocks[:0]
+	c.pos = 0
+	c.follow(c.hash)
 }
 
 // mark sets the kind of what is written next.
@@ -112,49 +135,57 @@ func (c *chain) mark(m mark) {
 }
 
 func (c *chain) writeByte(b byte) {
-	c.buf[0] = b
-	c.write(c.buf[:1])
+	if !c.stopped {
+		c.open[c.used] = b
+		c.used++
+	}
+	c.advance(1)
 }
 
 // write adds text.
 func (c *chain) write(p []byte) {
-	for len(p) > 0 {
-		n := int(min(c.limit-c.pos, uint64(len(p))))
-		_, _ = c.digest.Write(p[:n])
-		c.pos += uint64(n)
+	for len(p) > 0 && !c.stopped {
+		n := copy(c.room(), p)
+		c.used += n
+		c.advance(uint64(n))
 		p = p[n:]
-		if c.pos == c.limit {
-			c.cut()
-		}
 	}
+	c.pos += uint64(len(p))
+}
+
+// room is what is left of the open block.
+func (c *chain) room() []byte {
+	n := c.limit - c.pos
+	return c.open[c.used:][:n:n]
 }
 
 // decoded adds the text of a JSON string as it stands between its quotes. cut
 // tells that the body ended within it.
 func (c *chain) decoded(raw []byte, cut bool) {
-	for len(raw) > 0 {
-		n := bytes.IndexByte(raw, '\\')
-		if n < 0 {
-			c.write(raw)
-			return
-		}
-		if n >= len(c.buf) {
-			c.write(raw[:n])
-			raw = raw[n:]
-		}
+	for len(raw) > 0 && !c.stopped {
 		var plain []byte
-		plain, raw = decode(c.buf[:0], raw, cut)
-		c.write(plain)
+		if room := c.room(); len(room) >= utf8.UTFMax {
+			plain, raw = decode(room[:0], raw, cut)
+			c.used += len(plain)
+			c.advance(uint64(len(plain)))
+		} else {
+			plain, raw = decode(c.buf[:0:2*utf8.UTFMax], raw, cut)
+			c.write(plain)
+		}
 	}
+	c.pos += uint64(len(raw))
 }
 
 // media adds an image, sound, video or file by the hash of its content.
 func (c *chain) media(content uint64) {
 	c.mark(markMedia)
-	var sum [8]byte
-	binary.LittleEndian.PutUint64(sum[:], content)
-	_, _ = c.digest.Write(sum[:])
-	c.pos += mediaBytes
+	c.marks = (c.marks ^ content) * 0x9e3779b97f4a7c15
+	c.advance(mediaBytes)
+}
+
+// advance counts what was added and cuts the block that it filled.
+func (c *chain) advance(bytes uint64) {
+	c.pos += bytes
 	if c.pos >= c.limit {
 		c.cut()
 	}
@@ -165,130 +196,31 @@ func (c *chain) cut() {
 	if c.stopped || c.pos == c.start {
 		return
 	}
-	hash := c.sum()
+	var marks [8]byte
+	binary.LittleEndian.PutUint64(marks[:], c.marks)
+	c.digest.ResetWithSeed(c.hash)
+	subtle.XORBytes(c.open, c.open[:c.used], c.mask)
+	_, _ = c.digest.Write(c.open[:c.used])
+	_, _ = c.digest.Write(marks[:])
+	hash := c.digest.Sum64()
 	c.blocks = append(c.blocks, Block{Hash: hash, End: uint32(min(c.pos, math.MaxUint32))})
-	c.open(hash)
+	c.follow(hash)
+}
+
+// follow opens a block after everything with the given hash.
+func (c *chain) follow(hash uint64) {
+	c.hash = hash
+	c.marks, c.used = 0, 0
+	c.start = c.pos
+	size := len(c.mask)
+	if c.pos < fineBytes {
+		size /= coarse
+	}
+	c.limit = c.pos + uint64(size)
 }
 
 // stop ends the chain with the last whole block: the prompt's text after this
 // point isn't known. Weight is still counted.
 func (c *chain) stop() {
 	c.stopped = true
-	c.limit = math.MaxUint64
-}
-
-// open starts a block on the hash before it.
-func (c *chain) open(hash uint64) {
-	c.digest.ResetWithSeed(hash)
-	c.marks = 0
-	c.start = c.pos
-	size := c.block
-	if c.pos >= fineBytes {
-		size *= coarse
-	}
-	c.limit = c.pos + size
-}
-
-func (c *chain) sum() uint64 {
-	var marks [8]byte
-	binary.LittleEndian.PutUint64(marks[:], c.marks)
-	_, _ = c.digest.Write(marks[:])
-	return c.digest.Sum64()
-}
-
-// appendDecoded appends the whole text of a JSON string.
-func appendDecoded(dst, raw []byte, cut bool) []byte {
-	for len(raw) > 0 {
-		if cap(dst)-len(dst) < utf8.UTFMax {
-			dst = append(dst, make([]byte, max(len(raw), 64))...)[:len(dst)]
-		}
-		dst, raw = decode(dst, raw, cut)
-	}
-	return dst
-}
-
-// decode appends text of a JSON string to dst as far as its capacity goes and
-// returns what is left of raw. Escapes that JSON doesn't know stay as they
-// are, halves of surrogate pairs become U+FFFD; an escape that the end of the
-// body cut is left out.
-func decode(dst, raw []byte, cut bool) (decoded, rest []byte) {
-	for len(raw) > 0 {
-		room := cap(dst) - len(dst)
-		if room < utf8.UTFMax {
-			break
-		}
-		if raw[0] != '\\' {
-			n := min(len(raw), room)
-			if i := bytes.IndexByte(raw[:n], '\\'); i >= 0 {
-				n = i
-			}
-			dst = append(dst, raw[:n]...)
-			raw = raw[n:]
-			continue
-		}
-		if len(raw) == 1 {
-			return dst, nil
-		}
-		c := raw[1]
-		switch c {
-		case '"', '\\', '/':
-		case 'n':
-			c = '\n'
-		case 't':
-			c = '\t'
-		case 'r':
-			c = '\r'
-		case 'b':
-			c = '\b'
-		case 'f':
-			c = '\f'
-		case 'u':
-			if len(raw) < 6 {
-				return dst, nil
-			}
-			r, size := hex4(raw[2:6]), 6
-			if r < 0 {
-				dst = append(dst, '\\', 'u')
-				raw = raw[2:]
-				continue
-			}
-			if utf16.IsSurrogate(r) {
-				low := rune(-1)
-				if len(raw) >= 12 && raw[6] == '\\' && raw[7] == 'u' {
-					low = hex4(raw[8:12])
-				} else if cut && len(raw) < 12 {
-					return dst, nil
-				}
-				if r = utf16.DecodeRune(r, low); r != utf8.RuneError {
-					size = 12
-				}
-			}
-			dst = utf8.AppendRune(dst, r)
-			raw = raw[size:]
-			continue
-		default:
-			dst = append(dst, '\\')
-		}
-		dst = append(dst, c)
-		raw = raw[2:]
-	}
-	return dst, raw
-}
-
-// hex4 returns the value of four hexadecimal digits, -1 if they are none.
-func hex4(p []byte) (r rune) {
-	for _, c := range p[:4] {
-		switch {
-		case '0' <= c && c <= '9':
-			c -= '0'
-		case 'a' <= c && c <= 'f':
-			c -= 'a' - 10
-		case 'A' <= c && c <= 'F':
-			c -= 'A' - 10
-		default:
-			return -1
-		}
-		r = r<<4 | rune(c)
-	}
-	return r
 }

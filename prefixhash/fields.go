@@ -25,6 +25,7 @@ const (
 	fieldThink                // Ollama: think; Anthropic: thinking.type
 	fieldMMKwargs             // vLLM: how images become tokens
 	fieldMediaKwargs          // vLLM
+	fieldFeatures             // vLLM: hashes of the media among token_ids
 
 	// Prompt text.
 	fieldDocuments
@@ -63,7 +64,8 @@ const (
 	fieldConversation
 	fieldThread
 	fieldStream
-	fieldOllama // a member that only Ollama's API has
+	fieldOllama   // a member that only Ollama's API has
+	fieldNoPrompt // a member that only APIs without generation have
 
 	// Members whose own members matter.
 	fieldParameters
@@ -91,6 +93,7 @@ var fieldNames = map[string]field{
 	"think":                fieldThink,
 	"mm_processor_kwargs":  fieldMMKwargs,
 	"media_io_kwargs":      fieldMediaKwargs,
+	"features":             fieldFeatures,
 	"documents":            fieldDocuments,
 	"tools":                fieldTools,
 	"functions":            fieldFunctions,
@@ -123,12 +126,15 @@ var fieldNames = map[string]field{
 	"stream":               fieldStream,
 	"keep_alive":           fieldOllama,
 	"options":              fieldOllama,
+	"encoding_format":      fieldNoPrompt,
+	"dimensions":           fieldNoPrompt,
+	"voice":                fieldNoPrompt,
 	"parameters":           fieldParameters,
 	"reasoning":            fieldReasoning,
 	"thinking":             fieldThinking,
 }
 
-const preambleFields = fieldMediaKwargs + 1
+const preambleFields = fieldFeatures + 1
 
 // fields are the members of one body.
 type fields [fieldCount]ref
@@ -142,6 +148,7 @@ func (r *keyer) collect(root ref) {
 			f[at] = k + 1
 		}
 	}
+	f.fallback(r, fieldOllama, f[fieldThink])
 	f.fallback(r, fieldAdapterID, r.get(f[fieldParameters], "adapter_id"))
 	f.fallback(r, fieldEffort, r.get(f[fieldReasoning], "effort"))
 	f.fallback(r, fieldThink, r.get(f[fieldThinking], "type"))
@@ -163,6 +170,14 @@ func (r *keyer) collect(root ref) {
 // fallback sets a field that the body doesn't have on its top level.
 func (f *fields) fallback(r *keyer, at field, n ref) {
 	f[at] = r.either(f[at], n)
+}
+
+// generates tells by its shape whether a body asks for text. The input of
+// Responses is text or items, that of embeddings may be text, texts or tokens.
+func (r *keyer) generates() bool {
+	f := &r.fields
+	input := r.first(f[fieldInput])
+	return f[fieldNoPrompt] == 0 && (input == 0 || r.kind(input) == object || f[fieldMessages] != 0)
 }
 
 // streams tells whether the answer will be streamed.

@@ -8,16 +8,16 @@ import (
 const (
 	// ignoreWindow is how much text Config.Ignore is matched against at once.
 	// Windows end after a line where they can.
-	ignoreWindow = 16 << 10
+	ignoreWindow = 4 << 10
 
 	// ignoreMost is how many matches of Config.Ignore are left out of one
 	// prompt. A pattern may have to read a whole window for each match, so
-	// this bounds the work on a prompt to its length plus 4 MiB.
+	// this bounds the work on a prompt to its length plus 1 MiB.
 	ignoreMost = 256
 )
 
 // ignorer leaves out of a chain what a pattern matches. A match lies within
-// one text and one window of 16 KiB; the first 256 matches of a prompt count.
+// one text and one window of 4 KiB; the first 256 matches of a prompt count.
 type ignorer struct {
 	pattern *regexp.Regexp
 	text    []byte

@@ -36,6 +36,7 @@ func (r *keyer) json(n ref, sorted bool) {
 	case object:
 		r.mark(markObject)
 		if sorted {
+			r.known(n)
 			r.members(n)
 		} else {
 			r.unique(n)
@@ -89,7 +90,6 @@ func (r *keyer) members(n ref, skip ...string) {
 		r.mark(markKey)
 		r.write(key)
 		r.json(k+1, true)
-		sorted = r.refs[base : base+len(sorted)] // json may have moved the stack
 	}
 	r.refs = r.refs[:base]
 }
@@ -124,6 +124,7 @@ func (r *keyer) unique(n ref) {
 		for _, s := range seen[:count] {
 			if bytes.Equal(key, r.raw(s)) {
 				r.nodes[s].next, r.nodes[k].next = k+1, 0
+				break
 			}
 		}
 		seen[count] = k

@@ -132,6 +132,7 @@ func (c Cause) String() string {
 // Hasher makes keys. It must not be copied after first use.
 type Hasher struct {
 	config Config
+	mask   []byte    // see chain
 	keyers sync.Pool // of *keyer
 }
 
@@ -140,7 +141,7 @@ func New(config Config) *Hasher {
 	if config.BlockBytes <= 0 {
 		config.BlockBytes = DefaultBlockBytes
 	}
-	h := &Hasher{config: config}
+	h := &Hasher{config: config, mask: newMask(config.Seed, config.BlockBytes)}
 	h.keyers.New = func() any { return new(keyer) }
 	return h
 }

@@ -1,6 +1,9 @@
 package prefixhash
 
-import "bytes"
+import (
+	"bytes"
+	"crypto/subtle"
+)
 
 // modality tells kinds of media apart by the type of their part.
 func modality(kind []byte) byte {
@@ -48,13 +51,12 @@ func (r *keyer) document(e *element) {
 func (r *keyer) mediaOf(n ref, modality byte) {
 	switch r.kind(n) {
 	case text:
-		r.digest2.ResetWithSeed(r.root + uint64(modality))
-		r.digestOf(n)
-		r.media(r.digest2.Sum64())
 		r.known(n)
+		r.media(r.digestOf(n, modality))
 	case object:
 		e := r.element(n)
 		if !r.mediaParts(&e, modality) {
+			r.known(n)
 			r.mark(markMedia)
 			r.members(n, "cache_control")
 		}
@@ -64,22 +66,26 @@ func (r *keyer) mediaOf(n ref, modality byte) {
 	}
 }
 
-// digestOf hashes the content of a string in one go, however long.
-func (r *keyer) digestOf(n ref) {
+// digestOf hashes the content of a string in one go, however long, on the
+// chain's seed and under its mask like a block.
+func (r *keyer) digestOf(n ref, modality byte) uint64 {
 	raw := r.raw(n)
 	if bytes.HasPrefix(raw, []byte("data:")) {
 		if comma := bytes.IndexByte(raw, ','); comma >= 0 {
 			raw = raw[comma+1:]
 		}
 	}
-	for len(raw) > 0 {
-		i := bytes.IndexByte(raw, '\\')
-		if i < 0 {
-			i = len(raw)
-		}
-		_, _ = r.digest2.Write(raw[:i])
+	d := &r.digest
+	d.ResetWithSeed(r.root + uint64(modality))
+	for at := 0; len(raw) > 0; {
 		var plain []byte
-		plain, raw = decode(r.buf[:0], raw[i:], r.nodes[n].cut)
-		_, _ = r.digest2.Write(plain)
+		plain, raw = decode(r.buf[:0], raw, r.nodes[n].cut)
+		for len(plain) > 0 {
+			masked := subtle.XORBytes(plain, plain, r.mask[at:])
+			_, _ = d.Write(plain[:masked])
+			plain = plain[masked:]
+			at = (at + masked) % len(r.mask)
+		}
 	}
+	return d.Sum64()
 }

@@ -13,7 +13,8 @@ type element struct {
 	content, text, refusal, output, summary          ref
 	reasoning, reasoningContent, thinking, encrypted ref
 	toolCalls, functionCall, function, custom        ref
-	callID, id, toolName, arguments, input           ref
+	callID                                           ref // tool_call_id, call_id, tool_use_id
+	id, toolName, arguments, input                   ref
 	tools, images, title, context, isError           ref
 	detail, result                                   ref
 	media                                            [mediaFields]ref
@@ -40,6 +41,7 @@ const (
 )
 
 func (r *keyer) element(n ref) (e element) {
+	var callID, toolCallID, toolUseID ref
 	for k := r.first(n); k != 0; k = r.after(n, k) {
 		v := k + 1
 		switch string(r.raw(k)) {
@@ -77,8 +79,12 @@ func (r *keyer) element(n ref) (e element) {
 			e.function = v
 		case "custom":
 			e.custom = v
-		case "tool_call_id", "call_id", "tool_use_id":
-			e.callID = v
+		case "call_id":
+			callID = v
+		case "tool_call_id":
+			toolCallID = v
+		case "tool_use_id":
+			toolUseID = v
 		case "id":
 			e.id = v
 		case "tool_name":
@@ -133,6 +139,7 @@ func (r *keyer) element(n ref) (e element) {
 			e.media[mediaUUID] = v
 		}
 	}
+	e.callID = r.either(toolCallID, r.either(callID, toolUseID))
 	return e
 }
 
@@ -199,6 +206,9 @@ func (r *keyer) stored(previous uint64) {
 // message adds one message or item; it starts a block and its last block may
 // be short.
 func (r *keyer) message(n ref) {
+	if r.kind(n) < text {
+		return // no engine takes a number for a message
+	}
 	r.mark(markMessage)
 	if r.kind(n) != object {
 		r.content(n)
@@ -206,6 +216,9 @@ func (r *keyer) message(n ref) {
 		return
 	}
 	e := r.element(n)
+	if e.role == 0 && e.kind == 0 {
+		r.known(n)
+	}
 	switch string(r.word(e.kind)) {
 	case "", "message":
 		r.turn(&e)
@@ -221,7 +234,11 @@ func (r *keyer) message(n ref) {
 		r.mark(markHistory)
 		r.field(markField, e.id)
 	default:
-		r.item(n, &e)
+		if r.has(e.role) {
+			r.turn(&e)
+		} else {
+			r.item(n, &e)
+		}
 	}
 	r.known(n)
 	r.cut()
@@ -229,7 +246,7 @@ func (r *keyer) message(n ref) {
 
 // turn adds a message's fields in canonical order.
 func (r *keyer) turn(e *element) {
-	if r.has(e.role) {
+	if r.kind(e.role) == text {
 		r.text(e.role)
 		if r.explain != nil {
 			r.explain.role(string(r.word(e.role)))
@@ -240,12 +257,8 @@ func (r *keyer) turn(e *element) {
 	r.field(markCallID, e.callID)
 	r.field(markField, e.phase)
 	r.tools(e.tools)
-	if reasoning := r.either(e.reasoning, r.either(e.reasoningContent, e.thinking)); r.has(reasoning) {
-		r.field(markReasoning, reasoning)
-	}
-	for i := r.first(e.images); i != 0; i = r.next(e.images, i) {
-		r.mediaOf(i, 'i')
-	}
+	r.field(markReasoning, r.either(e.reasoning, r.either(e.reasoningContent, e.thinking)))
+	r.mediaList(e.images, 'i')
 	r.content(e.content)
 	r.field(markRefusal, e.refusal)
 	r.mediaParts(e, 'a') // an assistant's spoken answer
@@ -280,14 +293,10 @@ func (r *keyer) content(n ref) {
 func (r *keyer) part(n ref) {
 	switch r.kind(n) {
 	case text:
-		if len(r.raw(n)) > 0 { // "" says as little as null
-			r.mark(markText)
-			r.text(n)
-		}
+		r.field(markText, n)
 		return
 	case object:
 	default:
-		r.mark(markItem)
 		r.json(n, false)
 		return
 	}
@@ -309,8 +318,7 @@ func (r *keyer) part(n ref) {
 		case r.has(e.callID) && r.has(e.content): // tool_result, web_search_tool_result, ...
 			r.result(e.callID, e.content, e.isError)
 		case r.kind(e.text) == text: // text, input_text, output_text, summary_text, ...
-			r.mark(markText)
-			r.text(e.text)
+			r.field(markText, e.text)
 		case !r.mediaParts(&e, modality(kind)):
 			r.item(n, &e)
 		}
@@ -321,6 +329,7 @@ func (r *keyer) part(n ref) {
 // item adds what no template prints in a known way: all its members but those
 // that differ between equal prompts.
 func (r *keyer) item(n ref, e *element) {
+	r.known(n) // members are sorted: any may be missing
 	r.mark(markItem)
 	r.members(n, "id", "status", "cache_control", "result")
 	if r.has(e.result) { // a generated image
@@ -340,10 +349,10 @@ func (r *keyer) call(id, name, arguments ref) {
 func (r *keyer) result(id, content, isError ref) {
 	r.mark(markToolResult)
 	r.field(markCallID, id)
+	r.content(content)
 	if r.kind(isError) == truth {
 		r.mark(markTrue)
 	}
-	r.content(content)
 }
 
 // field adds a value of any type, if there is one.

@@ -296,8 +296,19 @@ func (t *tape) raw(n ref) []byte {
 
 func (t *tape) kind(n ref) kind { return t.nodes[n].kind }
 
-// has tells whether a member is there and says something.
-func (t *tape) has(n ref) bool { return t.nodes[n].kind > null }
+// has tells whether a value is there and says something: templates take null,
+// "", [] and {} for nothing.
+func (t *tape) has(n ref) bool {
+	switch v := &t.nodes[n]; v.kind {
+	case absent, null:
+		return false
+	case text:
+		return v.start != v.end
+	case list, object:
+		return v.next != n+1
+	}
+	return true
+}
 
 // first returns the first member's key or the first element of a container, 0 if there is none.
 func (t *tape) first(container ref) ref {

@@ -96,7 +96,13 @@ func (r *keyer) mediaList(n ref, modality byte) {
 // plain adds a prompt without messages and reports whether there is one.
 func (r *keyer) plain() bool {
 	f := &r.fields
-	prompt := r.either(f[fieldPrompt], r.either(f[fieldText], r.either(f[fieldInputs], f[fieldTextInput])))
+	var prompt ref
+	for _, at := range [...]field{
+		fieldPromptTokenIDs, fieldInputIDs, fieldTokenIDs, // before text: they replace it
+		fieldPrompt, fieldText, fieldInputs, fieldTextInput,
+	} {
+		prompt = r.either(prompt, f[at])
+	}
 	if !r.has(prompt) && !r.has(f[fieldPromptEmbeds]) && !r.has(f[fieldInputEmbeds]) {
 		return false
 	}

@@ -1,21 +1,16 @@
 package prefixhash
 
-import (
-	"math"
-
-	"github.com/cespare/xxhash/v2"
-)
+import "math"
 
 // keyer makes one key: a body's tape, its chain and scratch memory.
 type keyer struct {
 	tape
 	chain
 
-	fields  fields
-	refs    []ref         // stack of sorted members
-	digest2 xxhash.Digest // of media
-	ignore  ignorer
-	others  uint64 // weight of a batch's other prompts
+	fields fields
+	refs   []ref // stack of sorted members
+	ignore ignorer
+	others uint64 // weight of a batch's other prompts
 }
 
 // Scratch memory up to these sizes is kept between requests; a keyer that grew
@@ -51,7 +46,7 @@ func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bo
 	r.collect(root)
 	at := endpointOf(path)
 	k.Stream = r.streams(at)
-	if at == noPrompt {
+	if at == noPrompt || !r.generates() {
 		k.Bytes = clamp(r.weigh(root))
 		return NotPrompt
 	}
@@ -59,7 +54,7 @@ func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bo
 	k.Previous = r.previous(h, scope)
 
 	start := seeded(h.config.Seed, "chain", scope)
-	r.begin(start.Sum64(), h.config.BlockBytes, k.Blocks)
+	r.begin(start.Sum64(), h.mask, k.Blocks)
 	r.ignore.reset(h.config.Ignore)
 	r.others, r.refs = 0, r.refs[:0]
 	found := r.walk(k.Previous)
@@ -93,14 +88,9 @@ func (r *keyer) walk(previous uint64) bool {
 	r.tools(f[fieldTools])
 	r.tools(f[fieldFunctions])
 	r.cut()
-	for _, at := range [...]field{fieldPromptTokenIDs, fieldInputIDs, fieldTokenIDs} {
-		if r.has(f[at]) {
-			r.prompts(f[at])
-			r.cut()
-			return true
-		}
-	}
 	switch {
+	case r.has(f[fieldPromptTokenIDs]), r.has(f[fieldInputIDs]), r.has(f[fieldTokenIDs]):
+		return r.plain()
 	case r.has(f[fieldMessages]):
 		return r.conversation(f[fieldSystem], f[fieldMessages], previous)
 	case r.has(f[fieldInput]), previous != 0:
@@ -121,5 +111,5 @@ func (r *keyer) conversation(system, messages ref, previous uint64) bool {
 		r.stored(previous)
 	}
 	r.messages(messages)
-	return r.kind(messages) == text || r.first(messages) != 0
+	return r.has(messages)
 }

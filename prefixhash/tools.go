@@ -5,11 +5,11 @@ package prefixhash
 // parameter schema is printed by templates and is added as it stands.
 func (r *keyer) tools(n ref) {
 	for e := r.first(n); e != 0; e = r.next(n, e) {
-		r.mark(markTool)
 		if r.kind(e) != object {
-			r.json(e, false)
 			continue
 		}
+		r.known(e) // what only some tools have is sorted: any may be missing
+		r.mark(markTool)
 		tool := e
 		if f := r.get(e, "function"); r.kind(f) == object {
 			tool = f
@@ -19,7 +19,6 @@ func (r *keyer) tools(n ref) {
 		r.field(markText, r.get(tool, "description"))
 		r.field(markArguments, r.either(r.get(tool, "parameters"), r.get(tool, "input_schema")))
 		r.toolRest(tool)
-		r.known(e)
 	}
 	r.known(n)
 }
@@ -37,8 +36,10 @@ func (r *keyer) toolRest(n ref) {
 // documents adds what a template prints for retrieval, each starting a block.
 func (r *keyer) documents(n ref) {
 	for e := r.first(n); e != 0; e = r.next(n, e) {
-		r.mark(markDocument)
-		r.json(e, false)
-		r.cut()
+		if r.kind(e) >= text {
+			r.mark(markDocument)
+			r.json(e, false)
+			r.cut()
+		}
 	}
 }
