@@ -385,6 +385,11 @@ data: [DONE]
 		usage: Usage{100, 64},
 	},
 	{
+		name: "litellm/responses from anthropic", format: JSON,
+		text:  `{"id":"resp_1","object":"response","usage":{"input_tokens":100,"input_tokens_details":{"cached_tokens":64},"output_tokens":50,"cache_creation_input_tokens":10,"cache_read_input_tokens":64}}`,
+		usage: Usage{100, 64}, id: "resp_1",
+	},
+	{
 		name: "litellm/messages stream", format: SSE, // opens the block before the prefill
 		text: `event: message_start
 data: {"type": "message_start", "message": {"id": "msg_1", "usage": {"input_tokens": 0, "output_tokens": 0}}}
@@ -419,6 +424,17 @@ data: {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {
 }
 `,
 		usage: Usage{100, 0},
+	},
+	{
+		name: "openai/chat stream of empty deltas", format: SSE,
+		text: `data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"","refusal":null,"tool_calls":[ ],"audio":{ },"done":false},"logprobs":{"content":[]},"text":"","finish_reason":null}]}
+
+data: {"choices":[{"index":0,"delta":null},{"index":1,"delta":"","finish_reason":null}]}
+
+data: {"choices":[{"index":0,"delta":{}},{"index":1,"delta":{"audio":{"data":""}}}]}
+
+`,
+		usage: unsaid, first: 3,
 	},
 	{
 		name: "openai/chat stream with filters first", format: SSE,
@@ -600,7 +616,7 @@ data: [DONE]
 
 	{
 		name: "figures/odd", format: JSON,
-		text:  `{"usage":{"prompt_tokens":"100","input_tokens":-5,"prompt_cache_hit_tokens":1e3,"prompt_cache_miss_tokens":true},"timings":{"cache_n":99999999999999999999,"prompt_n":2147483647},"prompt_eval_count":6x4,"tokens_evaluated":[5]}`,
+		text:  `{"usage":{"prompt_tokens":"100","input_tokens":-5,"prompt_cache_hit_tokens":1e3,"prompt_cache_miss_tokens":true},"timings":{"cache_n":99999999999999999999,"prompt_n":2147483648},"prompt_eval_count":6x4,"tokens_evaluated":[5]}`,
 		usage: unsaid,
 	},
 	{

@@ -485,9 +485,7 @@ func (t *Tap) endString() {
 			d.preamble = true
 		}
 	case idMember:
-		if t.idLen == 0 || t.format == JSON {
-			t.idLen = copy(t.id[:], d.word())
-		}
+		t.idLen = copy(t.id[:], d.word())
 	}
 	d.next()
 }

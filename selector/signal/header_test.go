@@ -1,6 +1,9 @@
 package signal
 
-import "testing"
+import (
+	"strings"
+	"testing"
+)
 
 func TestParseORCA(t *testing.T) {
 	for _, c := range []struct {
@@ -26,8 +29,9 @@ func TestParseORCA(t *testing.T) {
 		{"garbage/none", nil, Load{-1, -1, -1}},
 		{"garbage/empty", []string{"", " ", "TEXT", "JSON"}, Load{-1, -1, -1}},
 		{"garbage/unknown format", []string{"BIN CgA="}, Load{-1, -1, -1}},
-		{"garbage/no numbers", []string{"TEXT num_requests_waiting=NaN, kv_cache_usage_perc=-1, kv_cache_usage_perc=40, max_token_capacity=0x10, num_requests_waiting=Inf, num_requests_waiting"}, Load{-1, -1, -1}},
+		{"garbage/no numbers", []string{"TEXT num_requests_waiting=NaN, kv_cache_usage_perc=-1, kv_cache_usage_perc=40, max_token_capacity=0x1p4, num_requests_waiting=Inf, num_requests_waiting"}, Load{-1, -1, -1}},
 		{"garbage/json", []string{`JSON {"named_metrics":[1,2]`, `JSON [1]`, `JSON {"named_metrics":"x","num_requests_waiting":"3"}`, `JSON {"num_requests_waiting":-3}`}, Load{-1, -1, -1}},
+		{"garbage/too long", []string{"TEXT num_requests_waiting=4, " + strings.Repeat("x", maxReportBytes)}, Load{-1, -1, -1}},
 		{"garbage/between figures", []string{"TEXT ,=,x=1,, num_requests_waiting = 4 ,=2"}, Load{4, -1, -1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -52,7 +56,7 @@ func TestParseCount(t *testing.T) {
 		{"none/missing", nil, -1},
 		{"none/empty", []string{""}, -1},
 		{"none/negative", []string{"-1"}, -1},
-		{"none/words", []string{"NaN", "Inf", "infinity", "0x10", "1_000", "12ms", "3,5"}, -1},
+		{"none/words", []string{"NaN", "Inf", "infinity", "0x1p4", "1_000", "12ms", "3,5"}, -1},
 		{"none/too large", []string{"1e999"}, -1},
 	} {
 		t.Run(c.name, func(t *testing.T) {

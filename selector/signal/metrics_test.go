@@ -205,6 +205,11 @@ vllm:cache_config_info{block_size="1e9",num_gpu_blocks="1e9"} 1
 			want: EngineMetrics{Load{-1, 0.4, -1}, "vllm", 1, -1, -1, -1},
 		},
 		{
+			name: "odd/more tokens than there can be",
+			text: "trtllm_num_requests_waiting 0\ntrtllm_kv_cache_max_blocks 1e9\ntrtllm_kv_cache_tokens_per_block 1e9\n",
+			want: EngineMetrics{Load{0, -1, -1}, "trtllm", -1, -1, -1, -1},
+		},
+		{
 			name: "odd/cache not set up",
 			text: "vllm:num_requests_waiting 0\nvllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"0\"} 1\n",
 			want: EngineMetrics{Load{0, -1, -1}, "vllm", -1, -1, -1, -1},
@@ -218,6 +223,7 @@ vllm:cache_config_info{block_size="1e9",num_gpu_blocks="1e9"} 1
 			name: "odd/long lines",
 			text: "x{a=\"" + strings.Repeat("y", maxLineBytes) + "\"} 1\n" +
 				"vllm:num_requests_running{a=\"" + strings.Repeat("vllm:num_requests_running 9 ", maxLineBytes/10) + "\"} 1\n" +
+				strings.Repeat("y", maxLineBytes) + "vllm:num_requests_running 9\n" +
 				"  vllm:num_requests_waiting \t 2 1764460800000\n",
 			want: EngineMetrics{Load{2, -1, -1}, "vllm", -1, -1, -1, -1},
 		},

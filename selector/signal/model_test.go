@@ -45,12 +45,13 @@ func modelFigures(f *figures, document []byte) {
 		}
 		switch v := token.(type) {
 		case json.Number:
-			which, known := figurePaths[path]
+			place := strings.TrimPrefix(path, "$.")
 			for _, holder := range []string{"response.", "message."} {
-				if rest, found := strings.CutPrefix(path, holder); found && strings.HasPrefix(rest, "usage.") {
-					which, known = figurePaths[rest]
+				if rest, found := strings.CutPrefix(place, holder); found && strings.HasPrefix(rest, "usage.") {
+					place = rest
 				}
 			}
+			which, known := figurePaths[place]
 			if m := plainCount.FindStringSubmatch(v.String()); known && m != nil {
 				if n, err := strconv.Atoi(m[1]); err == nil && n <= maxFigure {
 					f.set(which, n)
@@ -65,7 +66,7 @@ func modelFigures(f *figures, document []byte) {
 						panic(err)
 					}
 					// No name of interest has a dot.
-					inner = strings.TrimPrefix(path+"."+strings.ReplaceAll(name.(string), ".", "?"), ".")
+					inner = path + "." + strings.ReplaceAll(name.(string), ".", "?")
 				}
 				walk(inner)
 			}
@@ -74,7 +75,7 @@ func modelFigures(f *figures, document []byte) {
 			}
 		}
 	}
-	walk("")
+	walk("$")
 }
 
 // modelOutput says whether a document is output, as an event or a line.

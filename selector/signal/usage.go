@@ -32,22 +32,22 @@ const (
 )
 
 // maxFigure bounds a count of tokens; more is no count.
-const maxFigure = 1<<31 - 2
+const maxFigure = 1<<31 - 1
 
 // figures holds each count plus one, so that the zero value says nothing.
-type figures [figureCount]int32
+type figures [figureCount]int
 
 // set notes a count. A later one corrects an earlier one (vLLM's message_start
 // counts the whole prompt as input, its message_delta only the uncached part),
 // but a zero doesn't: streams fill in zeros where they know nothing.
 func (f *figures) set(which figure, n int) {
 	if n > 0 || f[which] == 0 {
-		f[which] = int32(n) + 1
+		f[which] = n + 1
 	}
 }
 
 // get returns a count, or -1 where it was not said.
-func (f *figures) get(which figure) int { return int(f[which]) - 1 }
+func (f *figures) get(which figure) int { return f[which] - 1 }
 
 // usage brings the APIs' conventions together.
 func (f *figures) usage() Usage {
