@@ -195,7 +195,7 @@ func (a *answer) whole(w http.ResponseWriter, r *http.Request) error {
 	if e.cfg.CachedTokensHeader != "" {
 		w.Header().Set(e.cfg.CachedTokensHeader, strconv.Itoa(j.cachedTokens()))
 	}
-	text := string(j.prompt.output(nil, 0, j.output))
+	text := j.prompt.Answer(j.output)
 	choice := map[string]any{"index": 0, "logprobs": nil, "finish_reason": a.finish}
 	switch {
 	case a.path == completionsPath:

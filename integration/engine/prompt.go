@@ -28,7 +28,7 @@ type Prompt struct {
 
 	root uint64 // what the chain starts from: the model and its cache salt
 	tail []byte // text after the last full block
-	seed uint64 // of the answer: equal prompts have equal answers
+	seed uint64 // of the answer
 }
 
 // Tokenize renders and tokenizes the body of a request to path, which is
@@ -47,6 +47,10 @@ func Tokenize(path string, body []byte) (Prompt, error) {
 func (p Prompt) After(output string) []uint64 {
 	return chain(nil, p.last(), append(bytes.Clone(p.tail), output...))
 }
+
+// Answer is what an engine answers to the prompt in so many tokens. Equal
+// prompts have equal answers.
+func (p Prompt) Answer(tokens int) string { return string(p.output(nil, 0, tokens)) }
 
 // last is the end of the chain so far.
 func (p Prompt) last() uint64 {

@@ -118,7 +118,7 @@ func TestAfterIsPrefixOfNextTurn(t *testing.T) {
 	for length := range 130 {
 		first := say("user", strings.Repeat("x", length))
 		p := tokenize(t, chatPath, chatBody(t, nil, first))
-		answer := string(p.output(nil, 0, 50))
+		answer := p.Answer(50)
 		held := append(p.Blocks, p.After(answer)...)
 		next := tokenize(t, chatPath, chatBody(t, nil, first, say("assistant", answer), say("user", "go on")))
 		if n := shared(Prompt{Blocks: held}, next); n != len(held) {

@@ -330,7 +330,7 @@ func (s *scheduler) generate(j *job) {
 
 // release keeps what a decoding job computed, its output included, for reuse.
 func (s *scheduler) release(j *job) {
-	tail := j.prompt.After(string(j.prompt.output(nil, 0, int(j.made.Load()))))
+	tail := j.prompt.After(j.prompt.Answer(int(j.made.Load())))
 	s.cache.fill(tail)
 	all := slices.Concat(j.prompt.Blocks, tail)
 	s.cache.release(all, j.total()-len(all))

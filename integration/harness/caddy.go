@@ -30,9 +30,9 @@ type Caddy struct {
 	home map[string]string // environment to restore
 }
 
-// StartCaddy runs a Caddyfile. Caddy's admin endpoint goes to a free port of
-// its own, its data to a temporary directory, its log to a file there. The
-// sites' addresses are the caller's: see FreeAddr.
+// StartCaddy runs a Caddyfile. The addresses of its sites are the caller's: see
+// FreeAddr. Unless the Caddyfile says otherwise, the admin endpoint goes to a
+// free port, data to a temporary directory and the log to a file there.
 func StartCaddy(caddyfile string) (*Caddy, error) {
 	dir, err := os.MkdirTemp("", "prefix-affinity-")
 	if err != nil {
@@ -123,10 +123,12 @@ func (c *Caddy) Log() (string, error) {
 
 // Stop ends Caddy and removes its files.
 func (c *Caddy) Stop() error {
-	// Stop alone would leave the admin endpoint up.
-	config := map[string]any{"admin": map[string]any{"disabled": true}}
-	c.contain(config)
-	bare, err := json.Marshal(config)
+	// Caddy's own Stop would leave the admin endpoint up.
+	bare, err := json.Marshal(map[string]any{
+		"admin":   map[string]any{"disabled": true, "config": map[string]any{"persist": false}},
+		"storage": map[string]any{"module": "file_system", "root": c.dir},
+		"logging": map[string]any{"logs": map[string]any{"default": map[string]any{"level": "ERROR"}}},
+	})
 	if err == nil {
 		err = caddy.Load(bare, true)
 	}
