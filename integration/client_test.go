@@ -108,7 +108,10 @@ func answerOf(t *testing.T, res *http.Response, body string) string {
 func (s *site) burst(t *testing.T, g *gates, bodies []string) []int {
 	t.Helper()
 	var wg sync.WaitGroup
-	defer wg.Wait()
+	defer func() {
+		g.release() // where not all of them have come
+		wg.Wait()
+	}()
 	for _, body := range bodies {
 		wg.Go(func() { s.ask(t, body) })
 	}

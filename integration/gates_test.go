@@ -12,9 +12,11 @@ import (
 )
 
 // gates are upstreams that hold every request back until they are opened, so
-// that a test says itself what is simultaneous.
+// that a test says itself what is simultaneous. Requests with a header Fate
+// pass to theirs at once.
 type gates struct {
 	addrs []string
+	fates *fates
 
 	mu      sync.Mutex
 	arrived []int // requests by upstream since the last opening
@@ -39,6 +41,10 @@ func (g *gates) hold(i int, w http.ResponseWriter, r *http.Request) {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
 		return // the client has left
+	}
+	if r.Header.Get("Fate") != "" {
+		g.fates.ServeHTTP(w, r)
+		return
 	}
 	g.mu.Lock()
 	g.arrived[i]++

@@ -5,8 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -60,7 +63,7 @@ func newSiteOf(t *testing.T, directives string) *site {
 }
 
 func (s *site) file(directives string) string {
-	return fmt.Sprintf("{\n\tgrace_period 1s\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n}\nhttp://%s {\n\t%s\n}\n", s.addr, directives)
+	return fmt.Sprintf("{\n\tdefault_bind 127.0.0.1\n\tgrace_period 1s\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n}\nhttp://%s {\n\t%s\n}\n", s.addr, directives)
 }
 
 // proxyTo is a reverse_proxy directive.
@@ -80,12 +83,30 @@ func (s *site) reload(t *testing.T, upstreams, proxy string) {
 	s.reloadTo(t, proxyTo(upstreams, proxy))
 }
 
-// reloadTo changes the site's directives.
+// reloadTo changes the site's directives, and waits until the old listener is
+// gone: Caddy resets the connections that it has not accepted by then.
 func (s *site) reloadTo(t *testing.T, directives string) {
 	t.Helper()
 	if err := s.Reload(s.file(directives)); err != nil {
 		t.Error(err)
 	}
+	_, port, err := net.SplitHostPort(s.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	listening := fmt.Sprintf(":%04X 00000000:0000 0A", n)
+	eventually(t, "a single listener", func() bool {
+		sockets, err := os.ReadFile("/proc/net/tcp")
+		if err != nil { // not Linux
+			time.Sleep(100 * time.Millisecond)
+			return true
+		}
+		return bytes.Count(sockets, []byte(listening)) == 1
+	})
 }
 
 // quiet waits until Caddy counts no request in flight to any upstream: what has
