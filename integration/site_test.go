@@ -84,7 +84,8 @@ func (s *site) reload(t *testing.T, upstreams, proxy string) {
 }
 
 // reloadTo changes the site's directives, and waits until the old listener is
-// gone: Caddy resets the connections that it has not accepted by then.
+// gone: Caddy resets the connections that it has not accepted by then, and
+// closes the idle ones that it has, which costs a request or two as well.
 func (s *site) reloadTo(t *testing.T, directives string) {
 	t.Helper()
 	if err := s.Reload(s.file(directives)); err != nil {
@@ -107,6 +108,7 @@ func (s *site) reloadTo(t *testing.T, directives string) {
 		}
 		return bytes.Count(sockets, []byte(listening)) == 1
 	})
+	http.DefaultClient.CloseIdleConnections()
 }
 
 // quiet waits until Caddy counts no request in flight to any upstream: what has

@@ -1,0 +1,509 @@
+package integration
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/cookiejar"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/prefix-affinity/caddy/integration/engine"
+)
+
+const retryOn503 = "lb_retry_match {\n\t\t\texpression `{rp.status_code} == 503`\n\t\t}\n\t\t"
+
+// The replica that holds a conversation is passed over while it is not
+// available, and has it back afterwards if it holds more than the others.
+func TestUnavailableHolderIsPassedOver(t *testing.T) {
+	for _, test := range []struct {
+		name, proxy string
+		fault       engine.Faults
+	}{
+		{"active/health check", "health_uri /health\n\t\thealth_interval 20ms\n\t\thealth_timeout 5s", engine.Faults{Unhealthy: true}},
+		{"passive/refused", "lb_retries 3\n\t\tlb_retry_match {\n\t\t\tmethod POST\n\t\t}\n\t\tfail_duration 1h", engine.Faults{Refuse: true}},
+		{"passive/reset", "lb_retries 3\n\t\tlb_retry_match {\n\t\t\tmethod POST\n\t\t}\n\t\tfail_duration 1h", engine.Faults{Reset: true}},
+		{"passive/status", "lb_retries 3\n\t\tfail_duration 1h\n\t\tunhealthy_status 503\n\t\t" + retryOn503, engine.Faults{FailStatus: 503}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			fleet := newFleet(t, 3, quick)
+			s := newSite(t, fleet.Upstreams(), policy()+test.proxy)
+			c := newConversations(1)[0]
+			c.turn(t, s, false)
+			holder := c.at
+			c.turn(t, s, false)
+			if c.at != holder {
+				t.Fatalf("moved from %s to %s while all were healthy", holder, c.at)
+			}
+			for _, e := range fleet {
+				if e.Addr() == holder {
+					if err := e.SetFaults(test.fault); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			var d decision
+			eventually(t, "the holder to be passed over", func() bool {
+				d = c.turn(t, s, false)
+				return d.upstream != holder
+			})
+			// Its failed attempt may have been this request's, or none was needed.
+			if d.reason != "unhealthy" && d.reason != "cold" {
+				t.Errorf("the turn that moved: %+v", d)
+			}
+			at := d.upstream
+			for range 3 {
+				if d = c.turn(t, s, false); d.upstream != at || d.reason != "affinity" {
+					t.Errorf("after the move: %+v", d)
+				}
+			}
+		})
+	}
+}
+
+// Upstreams at their limit (unhealthy_request_count) are passed over.
+func TestFullHolderIsPassedOver(t *testing.T) {
+	g := newGates(t, 3)
+	s := newSite(t, g.upstreams(), policy()+"unhealthy_request_count 2")
+	body := chat(true, words("full", 4000), "yes", "a")
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() { s.ask(t, body) })
+	first := g.take(t, 1)
+	wg.Wait()
+	s.quiet(t)
+	var decisions [6]decision
+	for i := range decisions {
+		wg.Go(func() { decisions[i] = s.ask(t, body) })
+		g.await(t, i+1)
+	}
+	got := g.release()
+	wg.Wait()
+	wantEven(t, got, 0)
+	for i, d := range decisions[:2] {
+		if d.reason != "affinity" {
+			t.Errorf("request %d: %+v after %v", i, d, first)
+		}
+	}
+	if d := decisions[2]; d.reason != "unhealthy" {
+		t.Errorf("request 2: %+v, although its holder is full", d)
+	}
+}
+
+// An upstream that failed a request gets it again only when no other is left.
+func TestRetriesGoElsewhere(t *testing.T) {
+	for _, fallback := range []string{"least_conn", "first", "random"} {
+		t.Run(fallback, func(t *testing.T) {
+			var mu sync.Mutex
+			var tried []string
+			busy := make([]*scripted, 3)
+			addrs := ""
+			for i := range busy {
+				busy[i] = newScripted(t, func(w http.ResponseWriter, _ *http.Request) {
+					mu.Lock()
+					tried = append(tried, busy[i].addr())
+					mu.Unlock()
+					w.WriteHeader(http.StatusServiceUnavailable)
+				})
+				addrs += busy[i].addr() + " "
+			}
+			good := newScripted(t, yes)
+			s := newSite(t, addrs+good.addr(), policy("fallback "+fallback)+"lb_retries 3\n\t\t"+retryOn503)
+			for i := range 20 {
+				tried = nil
+				if d := s.ask(t, chat(false, words(fmt.Sprintf("retry %d", i), 3000))); d.upstream != good.addr() {
+					t.Errorf("served by %+v", d)
+				}
+				for j, addr := range tried {
+					if strings.Contains(strings.Join(tried[:j], " "), addr) {
+						t.Errorf("tried twice: %v", tried)
+					}
+				}
+			}
+			// With the good one gone, all others have their second chance.
+			s.reload(t, addrs, policy("fallback "+fallback)+"lb_retries 5\n\t\t"+retryOn503)
+			tried = nil
+			if res, _ := s.post(t, chatPath, chat(false, words("hopeless", 3000))); res.StatusCode != http.StatusServiceUnavailable {
+				t.Errorf("status %d", res.StatusCode)
+			}
+			if len(tried) != 6 {
+				t.Errorf("%d attempts, want 6", len(tried))
+			}
+			for i := range 3 {
+				if len(tried) >= 3 && tried[i] == tried[(i+1)%3] {
+					t.Errorf("an upstream was tried again before all others: %v", tried)
+				}
+			}
+		})
+	}
+}
+
+// With every replica at its limit a request waits for one to become free, or
+// gets 503, as it does with Caddy's own least_conn.
+func TestAllFull(t *testing.T) {
+	for _, lb := range []string{"lb_policy least_conn\n\t\t", policy(), policy("fallback random")} {
+		name := strings.Fields(lb)[1] + "/" + fmt.Sprint(len(lb))
+		t.Run(name, func(t *testing.T) {
+			g := newGates(t, 2)
+			s := newSite(t, g.upstreams(), lb+"unhealthy_request_count 1")
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			fill := func() {
+				for i := range 2 {
+					wg.Go(func() { s.post(t, chatPath, chat(true, words(fmt.Sprintf("fill %d", i), 2000))) })
+					g.await(t, i+1)
+				}
+			}
+			fill()
+			if res, _ := s.post(t, chatPath, chat(false, words("one more", 2000))); res.StatusCode != http.StatusServiceUnavailable {
+				t.Errorf("status %d without lb_try_duration", res.StatusCode)
+			}
+			g.release()
+			wg.Wait()
+			s.quiet(t)
+
+			s.reload(t, g.upstreams(), lb+"unhealthy_request_count 1\n\t\tlb_try_duration 30s\n\t\tlb_try_interval 10ms")
+			fill()
+			served := make(chan int)
+			go func() {
+				res, _ := s.post(t, chatPath, chat(false, words("waits", 2000)))
+				served <- res.StatusCode
+			}()
+			select {
+			case status := <-served:
+				t.Errorf("status %d at once, although all are full", status)
+			case <-time.After(100 * time.Millisecond): // ten tries later
+			}
+			g.release()
+			g.await(t, 1)
+			g.release()
+			if status := <-served; status != http.StatusOK {
+				t.Errorf("status %d after waiting", status)
+			}
+		})
+	}
+}
+
+// A hot prefix spreads over as many replicas as it takes, little more, and
+// leaves the others' conversations alone.
+//
+// One replica prefills 16,000 tokens/s. Every request for the hot prefix of
+// 1,500 tokens adds 400 new ones, so that one replica serves 40 of them a
+// second; 80 come, evenly spaced, until there were 150.
+func TestHotPrefix(t *testing.T) {
+	const (
+		requests = 150
+		interval = time.Second / 80
+		others   = 12 // conversations
+	)
+	config := engine.Config{PrefillRate: 16_000, InterToken: time.Millisecond, OutputTokens: 4}
+	prefix := words("hot", 6000)
+
+	// ttft asks and returns the time to the first byte of output; engines send
+	// it with the first token.
+	ttft := func(s *site, body, pin string) (time.Duration, string) {
+		req, err := http.NewRequest(http.MethodPost, s.URL+chatPath, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Content-Type", "application/json")
+		req.Header.Set("Pin", pin)
+		start := time.Now()
+		res, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Error(err)
+			return 0, ""
+		}
+		defer res.Body.Close()
+		_, _ = res.Body.Read(make([]byte, 1))
+		first := time.Since(start)
+		if _, err := io.Copy(io.Discard, res.Body); err != nil || res.StatusCode != http.StatusOK {
+			t.Errorf("status %d, %v", res.StatusCode, err)
+		}
+		return first, res.Header.Get("X-Inference-Pod")
+	}
+	type result struct {
+		mean  time.Duration
+		share map[string]int // hot requests by replica
+		stays float64        // share of the others' turns that stayed where the last one was
+	}
+	run := func(t *testing.T, lb string) result {
+		fleet := newFleet(t, 4, config)
+		s := newSite(t, fleet.Upstreams(), lb)
+		// The others have been here before, and so was the hot prefix.
+		at := make([]string, others)
+		talk := func(i, turn int) string {
+			history := []string{words(fmt.Sprintf("other %d", i), 6000)}
+			for j := range turn {
+				history = append(history, "yes", words(fmt.Sprintf("turn %d", j), 100))
+			}
+			_, pod := ttft(s, chat(true, history...), fmt.Sprint(i))
+			return pod
+		}
+		var before sync.WaitGroup
+		for i := range others {
+			before.Go(func() { at[i] = talk(i, 0) })
+		}
+		before.Wait()
+		ttft(s, chat(true, prefix), "hot")
+
+		var mu sync.Mutex
+		var wg sync.WaitGroup
+		var sum time.Duration
+		r := result{share: make(map[string]int)}
+		stayed, turns := 0, 0
+		start := time.Now()
+		for n := range requests {
+			time.Sleep(time.Until(start.Add(time.Duration(n) * interval)))
+			wg.Go(func() {
+				first, pod := ttft(s, chat(true, prefix, "yes", words(fmt.Sprintf("question %d", n), 1600)), "hot")
+				mu.Lock()
+				defer mu.Unlock()
+				sum += first
+				r.share[pod]++
+			})
+			if n%4 == 3 { // one of the others has its next turn
+				i := n / 4 % others
+				wg.Go(func() {
+					pod := talk(i, 1+n/4/others)
+					mu.Lock()
+					defer mu.Unlock()
+					turns++
+					if pod == at[i] {
+						stayed++
+					}
+					at[i] = pod
+				})
+			}
+		}
+		wg.Wait()
+		r.mean, r.stays = sum/requests, float64(stayed)/float64(turns)
+		t.Logf("mean TTFT %v, hot requests by replica %v, %.0f %% of the others' turns stayed", r.mean, r.share, 100*r.stays)
+		return r
+	}
+
+	ours := run(t, "lb_policy prefix_affinity")
+	pinned := run(t, "lb_policy header Pin")
+	if n := len(pinned.share); n != 1 {
+		t.Fatalf("pinned to %d replicas", n)
+	}
+	if n := len(ours.share); n != 2 && n != 3 {
+		t.Errorf("served by %d replicas, want 2 or 3", n)
+	}
+	for pod, n := range ours.share {
+		if n > requests*65/100 {
+			t.Errorf("%s served %d of %d requests, want at most 65 %%", pod, n, requests)
+		}
+	}
+	if ours.mean > pinned.mean/2 {
+		t.Errorf("mean TTFT %v, want at most half of the %v that pinning gives", ours.mean, pinned.mean)
+	}
+	if ours.stays < 0.9 {
+		t.Errorf("%.0f %% of the others' turns stayed on their replica, want 90", 100*ours.stays)
+	}
+}
+
+// Any of Caddy's policies can choose for cold requests; a match still decides
+// for the others.
+func TestFallbackPolicies(t *testing.T) {
+	for _, test := range []struct {
+		fallback string
+		check    func(t *testing.T, got []int) // cold requests by upstream
+	}{
+		{"first", func(t *testing.T, got []int) {
+			if got[0] != 40 {
+				t.Errorf("first: %v", got)
+			}
+		}},
+		{"round_robin", func(t *testing.T, got []int) { wantEven(t, got, 0) }},
+		{"weighted_round_robin 3 1 0 0", func(t *testing.T, got []int) {
+			if got[0] != 30 || got[1] != 10 {
+				t.Errorf("weighted_round_robin: %v", got)
+			}
+		}},
+		{"random_choose 2", func(t *testing.T, got []int) {
+			// All idle: a random one each. None of 4 gets more than 30 of 40 but
+			// once in 10^11 times.
+			for _, n := range got {
+				if n > 30 {
+					t.Errorf("random_choose: %v", got)
+				}
+			}
+		}},
+		{"header Pin {\n\t\t\t\tfallback first\n\t\t\t}", func(t *testing.T, got []int) {
+			if got[0] != 40 {
+				t.Errorf("header without the header, then first: %v", got)
+			}
+		}},
+		{"cookie replica secret {\n\t\t\t\tfallback first\n\t\t\t}", func(t *testing.T, got []int) {
+			if got[0] != 40 {
+				t.Errorf("cookie without a cookie, then first: %v", got)
+			}
+		}},
+		{"client_ip_hash", func(t *testing.T, got []int) {
+			if got[0] != 40 && got[1] != 40 && got[2] != 40 && got[3] != 40 {
+				t.Errorf("client_ip_hash: %v", got)
+			}
+		}},
+	} {
+		t.Run(strings.Fields(test.fallback)[0], func(t *testing.T) {
+			fleet := newFleet(t, 4, quick)
+			s := newSite(t, fleet.Upstreams(), policy("fallback "+test.fallback))
+			for i := range 40 {
+				body := chat(i%2 == 0, words(fmt.Sprintf("cold %d", i), 2000))
+				d := s.ask(t, body)
+				if d.reason != "cold" {
+					t.Errorf("request %d: %+v", i, d)
+				}
+				if again := s.ask(t, body); again.reason != "affinity" || again.upstream != d.upstream {
+					t.Errorf("request %d again: %+v after %+v", i, again, d)
+				}
+			}
+			got := make([]int, 4)
+			for i, stats := range fleet.Stats() {
+				got[i] = int(stats.Requests) / 2
+			}
+			test.check(t, got)
+		})
+	}
+}
+
+// The cookie that a fallback sets comes back and is honoured.
+func TestCookieFallbackSticks(t *testing.T) {
+	fleet := newFleet(t, 4, quick)
+	s := newSite(t, fleet.Upstreams(), policy("fallback cookie replica secret {\n\t\t\t\tfallback random\n\t\t\t}"))
+	seen := make(map[string]bool)
+	for c := range 8 {
+		jar, err := cookiejar.New(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		client := &http.Client{Jar: jar}
+		at := ""
+		for i := range 5 {
+			body := chat(false, words(fmt.Sprintf("client %d, question %d", c, i), 2000))
+			res, _ := send(t, client, s.URL+chatPath, strings.NewReader(body), int64(len(body)))
+			d := decisionOf(t, res)
+			if at != "" && d.upstream != at {
+				t.Errorf("client %d moved from %s to %s", c, at, d.upstream)
+			}
+			at = d.upstream
+		}
+		seen[at] = true
+	}
+	if len(seen) < 2 { // all 8 on one of 4: once in 16,384 times of chance
+		t.Errorf("all clients were sent to %v", seen)
+	}
+}
+
+// The policy works as another one's fallback, where it gets no ResponseWriter.
+func TestAsFallbackOfOthers(t *testing.T) {
+	for _, outer := range []string{"header Pin", "query pin", "cookie lb"} {
+		t.Run(strings.Fields(outer)[0], func(t *testing.T) {
+			fleet := newFleet(t, 4, quick)
+			s := newSite(t, fleet.Upstreams(), "lb_policy "+outer+" {\n\t\t\tfallback prefix_affinity {\n\t\t\t\texplain\n\t\t\t}\n\t\t}")
+			conversations := newConversations(8)
+			for turn := range 4 {
+				for _, c := range conversations {
+					at, d := c.at, c.turn(t, s, turn%2 == 0)
+					if turn > 0 && (d.upstream != at || d.reason != "affinity") {
+						t.Errorf("%s, turn %d: %+v", c.name, turn, d)
+					}
+				}
+			}
+			// What the outer policy decides is no decision of ours.
+			req, err := http.NewRequest(http.MethodPost, s.URL+chatPath+"?pin=a", strings.NewReader(chat(false, "hello")))
+			if err != nil {
+				t.Fatal(err)
+			}
+			req.Header.Set("Pin", "a")
+			res, err := http.DefaultClient.Do(req)
+			if err != nil {
+				t.Fatal(err)
+			}
+			res.Body.Close()
+			if pinned := !strings.HasPrefix(outer, "cookie"); pinned != (res.Header.Get("X-Prefix-Affinity") == "") {
+				t.Errorf("X-Prefix-Affinity %q", res.Header.Get("X-Prefix-Affinity"))
+			}
+		})
+	}
+}
+
+// Requests may pass two proxies in one chain or an answer route; none takes the
+// other's state for its own.
+func TestProxiesInOneChain(t *testing.T) {
+	var asked atomic.Int64
+	auth := newScripted(t, func(w http.ResponseWriter, _ *http.Request) {
+		asked.Add(1)
+		w.Header().Set("X-User", "u")
+	})
+	fleet := newFleet(t, 4, quick)
+	main := proxyTo(fleet.Upstreams(), policy())
+	for _, test := range []struct{ name, directives string }{
+		{"forward_auth/other policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tcopy_headers X-User\n\t}\n\t" + main},
+		{"forward_auth/same policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tlb_policy prefix_affinity\n\t}\n\t" + main},
+		{"handle_response/copied", proxyTo(fleet.Upstreams(), policy()+"@any status 2xx\n\t\thandle_response @any {\n\t\t\theader X-Copied yes\n\t\t\tcopy_response\n\t\t}")},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			asked.Store(0)
+			s := newSiteOf(t, "route {\n\t"+test.directives+"\n\t}")
+			conversations := newConversations(6)
+			for _, c := range conversations {
+				c.name = test.name + " " + c.name
+			}
+			for turn := range 4 {
+				for _, c := range conversations {
+					at, d := c.at, c.turn(t, s, turn%2 == 1)
+					if turn > 0 && (d.upstream != at || d.reason != "affinity") {
+						t.Errorf("%s, turn %d: %+v after %s", c.name, turn, d, at)
+					}
+				}
+			}
+			if strings.Contains(test.directives, auth.addr()) && asked.Load() != 24 {
+				t.Errorf("the first proxy was asked %d times, want 24", asked.Load())
+			}
+			s.settled(t)
+		})
+	}
+}
+
+// One handler may serve one request twice: here again in the route for its own
+// error, and inside the answer route of another. (Requests without a body: the
+// first pass uses it up, in stock Caddy too.)
+func TestSameProxyTwice(t *testing.T) {
+	var calls atomic.Int64
+	up := newScripted(t, func(w http.ResponseWriter, r *http.Request) {
+		if calls.Add(1)%2 == 1 {
+			w.WriteHeader(http.StatusTeapot)
+			return
+		}
+		yes(w, r)
+	})
+	named := "\n}\n&(proxy) {\n\t" + proxyTo(up.addr(), policy()+"@teapot status 418\n\t\thandle_response @teapot {\n\t\t\t%s\n\t\t}")
+	for _, test := range []struct{ name, directives string }{
+		{"error route", "invoke proxy\n\thandle_errors {\n\t\tinvoke proxy\n\t}" + fmt.Sprintf(named, "error 503")},
+		{"answer route", "invoke proxy" + fmt.Sprintf(named, "invoke proxy")},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			calls.Store(0)
+			s := newSiteOf(t, test.directives)
+			for range 20 {
+				res, err := http.Get(s.URL + "/v1/models")
+				if err != nil {
+					t.Fatal(err)
+				}
+				res.Body.Close()
+				if d := decisionOf(t, res); res.StatusCode != http.StatusOK && test.name == "answer route" || d.reason != "no_key" {
+					t.Errorf("status %d, %+v", res.StatusCode, d)
+				}
+			}
+			if calls.Load() != 40 {
+				t.Errorf("the upstream was asked %d times for 20 requests, want twice each", calls.Load())
+			}
+			s.settled(t)
+		})
+	}
+}
