@@ -43,6 +43,7 @@ const (
 	idMember
 	errorMember
 	progressMember
+	memberCount
 )
 
 // memberOf finds the meaning of a name.
@@ -162,34 +163,22 @@ func (t *Tap) memberOf(in node, name []byte) member {
 		if string(name) != "role" {
 			return generatedMember
 		}
+	case choicesNode: // an array has no names
 	}
 	return otherMember
 }
 
-// objectOf returns the node that a member's object is, and false if it is to be
-// skipped.
-func objectOf(m member) (node, bool) {
-	switch m {
-	case usageMember:
-		return usageNode, true
-	case responseMember:
-		return responseNode, true
-	case messageMember:
-		return messageNode, true
-	case detailsMember:
-		return detailsNode, true
-	case metaMember:
-		return metaNode, true
-	case timingsMember:
-		return timingsNode, true
-	case sglextMember:
-		return sglextNode, true
-	case tiersMember:
-		return tiersNode, true
-	case deltaMember:
-		return deltaNode, true
-	}
-	return 0, false
+// nodeOf gives the node that a member's object is; rootNode stands for none.
+var nodeOf = [memberCount]node{
+	usageMember:    usageNode,
+	responseMember: responseNode,
+	messageMember:  messageNode,
+	detailsMember:  detailsNode,
+	metaMember:     metaNode,
+	timingsMember:  timingsNode,
+	sglextMember:   sglextNode,
+	tiersMember:    tiersNode,
+	deltaMember:    deltaNode,
 }
 
 // isPreamble says whether an event of this type can come before the first token
@@ -258,6 +247,7 @@ type document struct {
 func (t *Tap) scan(p []byte) {
 	d := &t.doc
 	for i := 0; i < len(p); {
+		c := p[i]
 		switch d.state {
 		case closed:
 			return
@@ -271,25 +261,23 @@ func (t *Tap) scan(p []byte) {
 		case inSkipped:
 			i += d.skip(p[i:])
 			continue
-		}
-		c := p[i]
-		if d.state == inScalar {
-			if c != ',' && c != '}' && c != ']' && !isSpace(c) {
-				d.readScalar(c)
-				i++
-				continue
+		case inScalar:
+			if c == ',' || c == '}' || c == ']' || isSpace(c) {
+				t.endScalar()
+				continue // c is not part of it
 			}
-			t.endScalar()
-		}
-		if isSpace(c) {
-			i++
-			continue
-		}
-		switch d.state {
+			d.readScalar(c)
+		case opened:
+			if !isSpace(c) {
+				d.generated = d.generated || d.member == generatedMember && c != '}' && c != ']'
+				d.state = inSkipped
+				continue // c is part of what is skipped
+			}
 		case beforeRoot:
-			d.state = closed
 			if c == '{' {
 				d.state = inObject
+			} else if !isSpace(c) {
+				d.state = closed
 			}
 		case inObject:
 			switch c {
@@ -297,34 +285,29 @@ func (t *Tap) scan(p []byte) {
 				d.startString(inName)
 			case '}':
 				t.pop()
-			case ',':
+			case ',', ' ', '\n', '\r', '\t':
 			default:
 				d.state = closed
 			}
 		case beforeColon:
-			d.state = closed
 			if c == ':' {
 				d.state = beforeValue
-			}
-		case inArray:
-			switch c {
-			case ']':
-				t.pop()
-			case ',':
-			case '{':
-				d.choice = true
-				d.push(choiceNode)
-			default:
+			} else if !isSpace(c) {
 				d.state = closed
 			}
 		case beforeValue:
-			t.startValue(c)
-		case opened:
-			if c != '}' && c != ']' && d.member == generatedMember {
-				d.generated = true
+			d.startValue(c)
+		case inArray:
+			switch c {
+			case '{':
+				d.choice = true
+				d.push(choiceNode)
+			case ']':
+				t.pop()
+			case ',', ' ', '\n', '\r', '\t':
+			default:
+				d.state = closed
 			}
-			d.state = inSkipped
-			continue // the byte is part of what is skipped
 		}
 		i++
 	}
@@ -332,29 +315,25 @@ func (t *Tap) scan(p []byte) {
 
 func isSpace(c byte) bool { return c == ' ' || c == '\n' || c == '\r' || c == '\t' }
 
-func (t *Tap) startValue(c byte) {
-	d := &t.doc
+func (d *document) startValue(c byte) {
 	switch c {
+	case ' ', '\n', '\r', '\t':
 	case '"':
 		d.startString(inText)
 	case '{':
-		if d.member == usageMember {
-			d.usage = true
-		}
-		if n, ok := objectOf(d.member); ok {
+		d.usage = d.usage || d.member == usageMember
+		if n := nodeOf[d.member]; n != rootNode {
 			d.push(n)
-			return
+		} else {
+			d.open()
 		}
-		fallthrough
 	case '[':
-		d.notNull()
-		if c == '[' && d.member == choicesMember {
+		if d.member == choicesMember {
 			d.chunk = true
 			d.push(choicesNode)
-			return
+		} else {
+			d.open()
 		}
-		d.depth = 1
-		d.state = opened
 	case '}', ']', ',', ':':
 		d.state = closed
 	default:
@@ -362,22 +341,23 @@ func (t *Tap) startValue(c byte) {
 		d.number, d.whole, d.inPoint = 0, c >= '0' && c <= '9', false
 		if c != 'n' {
 			d.notNull()
-			if d.member == generatedMember && c != 'f' {
-				d.generated = true
-			}
+			d.generated = d.generated || d.member == generatedMember && c != 'f'
 		}
 		d.readScalar(c)
 	}
 }
 
+// open begins to skip an object or array.
+func (d *document) open() {
+	d.notNull()
+	d.depth = 1
+	d.state = opened
+}
+
 // notNull notes the members that mean something by being there.
 func (d *document) notNull() {
-	switch d.member {
-	case finishMember:
-		d.generated = true
-	case errorMember, progressMember:
-		d.preamble = true
-	}
+	d.generated = d.generated || d.member == finishMember
+	d.preamble = d.preamble || d.member == errorMember || d.member == progressMember
 }
 
 func (d *document) push(n node) {
@@ -462,29 +442,31 @@ func (d *document) word() []byte {
 
 func (t *Tap) endString() {
 	d := &t.doc
-	switch d.state {
-	case inName:
+	if d.state == inName {
 		d.member = t.memberOf(d.nodes[d.top], d.word())
 		d.state = beforeColon
 		return
-	case inSkippedText:
+	}
+	if d.state == inSkippedText {
 		d.state = inSkipped
 		return
 	}
 	d.notNull()
-	switch d.member {
-	case generatedMember:
+	if d.member == generatedMember {
 		d.generated = d.generated || d.textLen > 0
-	case typeMember:
+	}
+	if d.member == typeMember {
 		d.preamble = d.preamble || isPreamble(d.word())
-	case objectMember:
+	}
+	if d.member == objectMember {
 		switch string(d.word()) {
 		case "response", "conversation":
 			d.kept = true
 		case "error": // vLLM before 2025 names its errors so
 			d.preamble = true
 		}
-	case idMember:
+	}
+	if d.member == idMember {
 		t.idLen = copy(t.id[:], d.word())
 	}
 	d.next()

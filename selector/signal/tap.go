@@ -73,6 +73,7 @@ func (t *Tap) Reset(f Format) { *t = Tap{format: f} }
 // the prefill: so the chunk with the token is the right one for all of them.
 func (t *Tap) Write(p []byte) (first bool) {
 	switch t.format {
+	case None:
 	case JSON:
 		t.scan(p)
 		return false
