@@ -1,9 +1,9 @@
 package prefixhash
 
 import (
-	"crypto/subtle"
 	"encoding/binary"
 	"math"
+	"math/bits"
 	"unicode/utf8"
 
 	"github.com/cespare/xxhash/v2"
@@ -15,6 +15,11 @@ const (
 	// 2,048, for at most 256 tokens of match.
 	fineBytes = 16 << 10
 	coarse    = 4
+
+	// mostBlocks is where a chain ends: eight times the blocks of the longest
+	// prompts in use (2M tokens), 1 MiB of hashes. Only bodies of hundreds of
+	// thousands of empty messages come here.
+	mostBlocks = 1 << 16
 
 	// mediaBytes is the nominal weight of an image, sound, video or file: 1,024
 	// tokens. Vision encoders make 256 (Gemma 3) to 4,096 (Pixtral at full
@@ -66,61 +71,46 @@ const (
 // may hold any byte, so marks couldn't be told from text by their value: the
 // hash of a block also takes in the positions of its marks, which makes
 // ("ab", "c") differ from ("a", "bc") whatever the texts are.
-//
-// For half of all seeds, xxhash64 collides on pairs that differ by constants
-// in two words of 8 bytes (bit 63 of one, 2^30*P1/P2 in the word 32 bytes on).
-// So a block is hashed under a mask of secret bytes: what is a constant
-// difference to the sender of such a pair is none to the hash.
 type chain struct {
-	mask []byte // of the longest block
-	open []byte // the open block
-	used int    // bytes of it
+	key  []uint64 // for nh
+	open []byte   // text of the open block
+	used int      // bytes of it
 
 	marks uint64 // folded positions of the marks in the open block
 	hash  uint64 // of everything before the open block
-	root  uint64 // seed of the chain
 
 	pos   uint64 // prompt bytes so far
 	start uint64 // where the open block starts
 	limit uint64 // where it is cut at the latest
+	fine  uint64 // length of blocks up to fineBytes
 
 	blocks  []Block
-	stopped bool // the rest of the prompt is unknown: no more blocks
+	most    int  // of blocks to note
+	stopped bool // no more blocks: the rest of the prompt is unknown or too much
+
 	digest  xxhash.Digest
-	buf     [2048]byte // decoded text on its way elsewhere
+	buf     [256]byte  // on its way into a block
 	explain *explainer // nil but for Explain
 }
 
-// newMask returns the secret bytes that go with a seed, as many as the longest
-// block has.
-func newMask(seed uint64, blockBytes int) []byte {
-	d := seeded(seed, "mask", "")
-	mask := make([]byte, 0, blockBytes*coarse+8)
-	for len(mask) < blockBytes*coarse {
-		_, _ = d.Write([]byte{0})
-		mask = binary.LittleEndian.AppendUint64(mask, d.Sum64())
+// begin starts a chain of which only the hash is wanted: that of a medium, or
+// of the preamble.
+func (c *chain) begin(hash uint64, key []uint64, blockBytes int) {
+	c.key = key
+	if len(c.open) < 8*len(key) {
+		c.open = make([]byte, 8*len(key))
 	}
-	return mask[:blockBytes*coarse]
-}
-
-// begin starts a chain with the preamble: what the KV cache depends on without
-// being prompt text. It weighs nothing and its blocks are no blocks of the key.
-func (c *chain) begin(seed uint64, mask []byte, blocks []Block) {
-	c.root = seed
-	c.mask = mask
-	if len(c.open) < len(mask) {
-		c.open = make([]byte, len(mask))
-	}
-	c.blocks = blocks[:0]
-	c.stopped = false
+	c.fine = uint64(blockBytes)
+	c.blocks, c.most, c.stopped = c.blocks[:0], 0, false
 	c.pos = 0
-	c.follow(seed)
+	c.follow(hash)
 }
 
-// seal ends the preamble: the prompt starts at 0.
-func (c *chain) seal() {
+// seal ends the preamble: what the KV cache depends on without being prompt
+// text. The prompt starts at 0, after its hash, and its blocks are noted.
+func (c *chain) seal(blocks []Block) {
 	c.cut()
-	c.blocks = c.blocks[:0]
+	c.blocks, c.most = blocks[:0], mostBlocks
 	c.pos = 0
 	c.follow(c.hash)
 }
@@ -130,8 +120,14 @@ func (c *chain) mark(m mark) {
 	if c.explain != nil {
 		c.explain.mark(c, m)
 	}
-	c.marks = (c.marks ^ (c.pos + 1)) * 0x9e3779b97f4a7c15
+	c.fold(c.pos)
 	c.writeByte(byte(m))
+}
+
+// fold mixes a value into the open block beside its text, keyed like it.
+func (c *chain) fold(value uint64) {
+	hi, lo := bits.Mul64(c.marks^value, c.key[0])
+	c.marks = hi ^ lo
 }
 
 func (c *chain) writeByte(b byte) {
@@ -179,7 +175,7 @@ func (c *chain) decoded(raw []byte, cut bool) {
 // media adds an image, sound, video or file by the hash of its content.
 func (c *chain) media(content uint64) {
 	c.mark(markMedia)
-	c.marks = (c.marks ^ content) * 0x9e3779b97f4a7c15
+	c.fold(content)
 	c.advance(mediaBytes)
 }
 
@@ -196,27 +192,35 @@ func (c *chain) cut() {
 	if c.stopped || c.pos == c.start {
 		return
 	}
-	var marks [8]byte
-	binary.LittleEndian.PutUint64(marks[:], c.marks)
+	padded := (c.used + stripe - 1) / stripe * stripe
+	clear(c.open[c.used:padded])
+	hi, lo := nh(c.open[:padded], c.key)
+	var sum [32]byte
+	binary.LittleEndian.PutUint64(sum[:], hi)
+	binary.LittleEndian.PutUint64(sum[8:], lo)
+	binary.LittleEndian.PutUint64(sum[16:], c.marks)
+	binary.LittleEndian.PutUint64(sum[24:], uint64(c.used))
 	c.digest.ResetWithSeed(c.hash)
-	subtle.XORBytes(c.open, c.open[:c.used], c.mask)
-	_, _ = c.digest.Write(c.open[:c.used])
-	_, _ = c.digest.Write(marks[:])
+	_, _ = c.digest.Write(sum[:])
 	hash := c.digest.Sum64()
-	c.blocks = append(c.blocks, Block{Hash: hash, End: uint32(min(c.pos, math.MaxUint32))})
+	if c.most > 0 {
+		c.blocks = append(c.blocks, Block{Hash: hash, End: uint32(min(c.pos, math.MaxUint32))})
+		if len(c.blocks) == c.most {
+			c.stop()
+		}
+	}
 	c.follow(hash)
 }
 
 // follow opens a block after everything with the given hash.
 func (c *chain) follow(hash uint64) {
 	c.hash = hash
-	c.marks, c.used = 0, 0
+	c.marks, c.used = hash, 0
 	c.start = c.pos
-	size := len(c.mask)
-	if c.pos < fineBytes {
-		size /= coarse
+	c.limit = c.pos + c.fine
+	if c.pos >= fineBytes {
+		c.limit = c.pos + c.fine*coarse
 	}
-	c.limit = c.pos + uint64(size)
 }
 
 // stop ends the chain with the last whole block: the prompt's text after this

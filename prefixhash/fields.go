@@ -2,6 +2,11 @@ package prefixhash
 
 // field is a member of a body that matters. Engines ignore the members they
 // don't know, so all are taken from every API.
+//
+// Left out although they may change a prompt: what changes only its end
+// (add_generation_prompt, continue_final_message, echo), and what changes the
+// front only on some engines and is seldom varied within a conversation
+// (tool_choice, response_format, truncate_prompt_tokens, thinking.budget_tokens).
 type field uint8
 
 const (
@@ -143,7 +148,7 @@ type fields [fieldCount]ref
 func (r *keyer) collect(root ref) {
 	r.fields = fields{}
 	f := &r.fields
-	for k := r.first(root); k != 0; k = r.after(root, k) {
+	for k := r.firstKey(root); k != 0; k = r.nextKey(root, k) {
 		if at, known := fieldNames[string(r.raw(k))]; known {
 			f[at] = k + 1
 		}
@@ -176,8 +181,11 @@ func (f *fields) fallback(r *keyer, at field, n ref) {
 // Responses is text or items, that of embeddings may be text, texts or tokens.
 func (r *keyer) generates() bool {
 	f := &r.fields
+	if r.has(f[fieldMessages]) {
+		return true
+	}
 	input := r.first(f[fieldInput])
-	return f[fieldNoPrompt] == 0 && (input == 0 || r.kind(input) == object || f[fieldMessages] != 0)
+	return !r.has(f[fieldNoPrompt]) && (input == 0 || r.kind(input) == object)
 }
 
 // streams tells whether the answer will be streamed.
@@ -193,7 +201,7 @@ func (r *keyer) streams(at endpoint) bool {
 
 // named returns the ID of a name in the body, 0 if there is none.
 func (r *keyer) named(h *Hasher, scope string, n ref) uint64 {
-	name := r.word(n)
+	name := r.short(n)
 	if len(name) == 0 {
 		return 0
 	}

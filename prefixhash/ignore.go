@@ -16,8 +16,7 @@ const (
 	ignoreMost = 256
 )
 
-// ignorer leaves out of a chain what a pattern matches. A match lies within
-// one text and one window of 4 KiB; the first 256 matches of a prompt count.
+// ignorer leaves out of a chain what a pattern matches.
 type ignorer struct {
 	pattern *regexp.Regexp
 	text    []byte

@@ -21,7 +21,7 @@ func (r *keyer) json(n ref, sorted bool) {
 	case numbers:
 		r.numbers(n)
 	case text:
-		if bytes.HasPrefix(r.raw(n), []byte("data:")) {
+		if dataURL(r.raw(n)) > 0 {
 			r.mediaOf(n, 0)
 			return
 		}
@@ -40,7 +40,7 @@ func (r *keyer) json(n ref, sorted bool) {
 			r.members(n)
 		} else {
 			r.unique(n)
-			for k := r.first(n); k != 0; k = r.after(n, k) {
+			for k := r.firstKey(n); k != 0; k = r.nextKey(n, k) {
 				if value := r.nodes[k].next; value != 0 {
 					r.mark(markKey)
 					r.write(r.raw(k))
@@ -98,7 +98,7 @@ func (r *keyer) members(n ref, skip ...string) {
 // of the body. The caller pops them.
 func (r *keyer) sort(n ref) []ref {
 	base := len(r.refs)
-	for k := r.first(n); k != 0; k = r.after(n, k) {
+	for k := r.firstKey(n); k != 0; k = r.nextKey(n, k) {
 		r.refs = append(r.refs, k)
 	}
 	sorted := r.refs[base:]
@@ -115,7 +115,7 @@ const few = 8
 func (r *keyer) unique(n ref) {
 	var seen [few]ref
 	count := 0
-	for k := r.first(n); k != 0; k = r.after(n, k) {
+	for k := r.firstKey(n); k != 0; k = r.nextKey(n, k) {
 		if count == few {
 			r.uniqueMany(n)
 			return

@@ -5,8 +5,8 @@
 // # Guarantees
 //
 // The same prompt gives the same key however its JSON is spelled: white space,
-// escapes, order of members that no template prints, a string or a list of
-// text parts, fields that never reach the model. What changes the prompt
+// escapes, order of members that no template prints, the last of equal keys, a
+// string or a list of text parts, fields that never reach the model. What changes the prompt
 // changes the key from that block on: model, adapter, salt, templates,
 // tools and their order, roles, names, text, tool calls and results, media.
 //
@@ -53,14 +53,29 @@ type Config struct {
 	// 0: DefaultBlockBytes.
 	BlockBytes int
 
-	// Seed starts every chain. A secret seed keeps outsiders from computing
-	// hashes; it does not make collisions built on purpose impossible.
+	// Seed starts every chain and keys every block. A secret seed keeps
+	// outsiders from computing hashes and from building texts that collide.
 	Seed uint64
 
-	// Ignore matches volatile text to leave out of the key, such as a nonce at
-	// the start of an agent's system prompt. The engine still sees that text,
-	// so a key made without it has Judged false. See ignore.go for its limits.
-	// nil: nothing is left out.
+	// Ignore matches volatile text to leave out of the key; nil: none. A match
+	// lies within one text and one stretch of 4 KiB of it, which ends after a
+	// line where it can; the first 256 matches of a prompt count. What an
+	// empty match finds stays.
+	//
+	// The engine still sees that text, so such a request is routed by a key
+	// that says more than the engine's cache can hold, and Judged is false.
+	// An example: an agent starts its system prompt with a line that changes
+	// with every request,
+	//
+	//	x-agent-billing-header: cch=1a2b;
+	//	You are an agent. ...
+	//
+	// With `x-agent-billing-header: [^\n]*\n` ignored, all its requests have
+	// one key and go to one replica. Where the template prints tools first
+	// (Hermes, GLM, gpt-oss, Anthropic's own) the engine finds the tools in its
+	// cache; where the system prompt comes first (Qwen, Llama) it finds nothing
+	// unless the engine takes the line out itself, and the option only keeps
+	// the agent from crowding out other prefixes on every replica.
 	Ignore *regexp.Regexp
 }
 
@@ -96,8 +111,9 @@ type Key struct {
 
 	// Judged tells that the engine's prompt is what the key describes. It is
 	// false where Ignore matched, the body was cut, a stored history comes
-	// first, or the request holds several prompts: what the engine says about
-	// its cache is then no evidence about these blocks.
+	// first, the chain ended early (65,536 blocks), or the request holds
+	// several prompts: what the engine says about its cache is then no
+	// evidence about these blocks.
 	Judged bool
 }
 
@@ -132,7 +148,7 @@ func (c Cause) String() string {
 // Hasher makes keys. It must not be copied after first use.
 type Hasher struct {
 	config Config
-	mask   []byte    // see chain
+	key    []uint64  // for nh
 	keyers sync.Pool // of *keyer
 }
 
@@ -141,7 +157,7 @@ func New(config Config) *Hasher {
 	if config.BlockBytes <= 0 {
 		config.BlockBytes = DefaultBlockBytes
 	}
-	h := &Hasher{config: config, mask: newMask(config.Seed, config.BlockBytes)}
+	h := &Hasher{config: config, key: nhKey(config.Seed, coarse*config.BlockBytes)}
 	h.keyers.New = func() any { return new(keyer) }
 	return h
 }

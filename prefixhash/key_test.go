@@ -217,6 +217,10 @@ func TestDifferentKeys(t *testing.T) {
 			content(`"abc"`), content(`[{"type":"text","text":"abc"},{"type":"text","text":"d"}]`), content(`[{"type":"refusal","refusal":"abc"}]`),
 			content(`[{"type":"thinking","thinking":"abc"}]`), content(`[{"type":"thinking","thinking":"abd"}]`), content(`[{"type":"unknown","value":"abc"}]`), content(`[{"type":"unknown","value":"abd"}]`),
 		}},
+		{"media/plain text that looks like one", chat, []string{
+			with(`"tools":[{"name":"f","parameters":{"description":"data: a"}}]`), with(`"tools":[{"name":"f","parameters":{"description":"data: b"}}]`),
+			with(`"tools":[{"name":"f","parameters":{"x":"data:image/png;base64,A"}}]`), with(`"tools":[{"name":"f","parameters":{"x":"data:image/png;base64,B"}}]`),
+		}},
 		{"message/positions", chat, []string{
 			message(`{"role":"user","content":"ok"}`), message(`{"role":"user","content":"ok"}`, `{"role":"user","content":"ok"}`),
 			message(`{"role":"user","content":"ok"}`, `{"role":"user","content":"ok"}`, `{"role":"user","content":"ok"}`),
@@ -337,6 +341,7 @@ func TestCauses(t *testing.T) {
 		{"not prompt/render", "/v1/chat/completions/render", `{"model":"m","messages":[{"role":"user","content":"x"}]}`, true, NotPrompt},
 		{"not prompt/images", "/v1/images/generations", `{"model":"m","prompt":"x"}`, true, NotPrompt},
 		{"not prompt/speech", "/v1/audio/speech", `{"model":"m","input":"x","voice":"v"}`, true, NotPrompt},
+		{"shape decides/messages with any member", "/x", `{"messages":["x"],"dimensions":7}`, true, Keyed},
 		{"shape decides/chat at any path", "/my/llm", `{"messages":[{"role":"user","content":"x"}]}`, true, Keyed},
 		{"shape decides/generate at any path", "/my/llm", `{"text":"x"}`, true, Keyed},
 		{"shape decides/nested batches", "/my/llm", `{"messages":[[{"role":"user","content":"x"}],[{"role":"user","content":"y"}]]}`, true, Keyed},
@@ -370,6 +375,8 @@ func TestWeight(t *testing.T) {
 		{"batch/all token prompts", "/v1/completions", `{"prompt":[[1,2,3,4],[5,6,7,8]]}`, 32, 40},
 		{"batch/all conversations", chat, `{"messages":[[{"role":"user","content":"` + long + `"}],[{"role":"user","content":"` + long + `"}]]}`, 10000, 10100},
 		{"media/nominal", chat, `{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,` + strings.Repeat("A", 1<<20) + `"}}]}]}`, mediaBytes, mediaBytes + 100},
+		{"text/not a data URL", chat, `{"messages":["x"],"tools":[{"name":"f","parameters":{"description":"data: ` + long + `"}}]}`, 5000, 5100},
+		{"media/in a tool's result", responses, `{"input":[{"type":"mcp_call","output":"data:image/png;base64,` + strings.Repeat("A", 1<<20) + `"}]}`, mediaBytes, mediaBytes + 100},
 		{"not prompt/embeddings", "/v1/embeddings", `{"input":["` + long + `","` + long + `"]}`, 10000, 10100},
 		{"not prompt/images", "/v1/images/edits", `{"image":"data:image/png;base64,` + strings.Repeat("A", 1<<20) + `","prompt":"x"}`, mediaBytes, mediaBytes + 100},
 		{"no prompt/no session", "/x", `{"query":"` + long + `"}`, 5000, 5100},
@@ -508,7 +515,7 @@ func TestScopeAndSeed(t *testing.T) {
 // purpose, raise keyVersion.
 func TestHashesAreStable(t *testing.T) {
 	k := sum(t, chat, `{"model":"m","tools":[{"name":"f"}],"messages":[{"role":"user","content":[{"type":"text","text":"Hello, world"},{"type":"image_url","image_url":{"url":"data:,A"}}]}]}`)
-	want := []Block{{0xddce6a9a0c75ad2c, 0x3}, {0x9577414ad5f763f5, 0x13}, {0xc83abe31d3dd705a, 0x1016}}
+	want := []Block{{0xf21d8720f616d1f0, 0x3}, {0xdcc01f59bc33ff47, 0x13}, {0x189af6e5923f0fef, 0x1016}}
 	if !slices.Equal(k.Blocks, want) {
 		t.Errorf("got %#v", k.Blocks)
 	}

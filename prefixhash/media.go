@@ -1,9 +1,6 @@
 package prefixhash
 
-import (
-	"bytes"
-	"crypto/subtle"
-)
+import "bytes"
 
 // modality tells kinds of media apart by the type of their part.
 func modality(kind []byte) byte {
@@ -23,7 +20,7 @@ func (r *keyer) mediaParts(e *element, modality byte) bool {
 	for _, n := range e.media {
 		if r.has(n) {
 			r.mediaOf(n, modality)
-			if detail := r.word(e.detail); len(detail) > 0 && string(detail) != "auto" {
+			if detail := r.short(e.detail); len(detail) > 0 && string(detail) != "auto" {
 				r.field(markField, e.detail)
 			}
 			return true
@@ -35,7 +32,7 @@ func (r *keyer) mediaParts(e *element, modality byte) bool {
 // document adds a document part: its text where it has some, else its file.
 func (r *keyer) document(e *element) {
 	source := r.element(e.media[mediaSource])
-	switch string(r.word(source.kind)) {
+	switch string(r.short(source.kind)) {
 	case "text":
 		r.field(markText, source.media[mediaData])
 	case "content":
@@ -52,7 +49,7 @@ func (r *keyer) mediaOf(n ref, modality byte) {
 	switch r.kind(n) {
 	case text:
 		r.known(n)
-		r.media(r.digestOf(n, modality))
+		r.media(r.contentHash(n, modality))
 	case object:
 		e := r.element(n)
 		if !r.mediaParts(&e, modality) {
@@ -66,26 +63,24 @@ func (r *keyer) mediaOf(n ref, modality byte) {
 	}
 }
 
-// digestOf hashes the content of a string in one go, however long, on the
-// chain's seed and under its mask like a block.
-func (r *keyer) digestOf(n ref, modality byte) uint64 {
+// dataURL returns where the base64 text of a data: URL begins, 0 for other text.
+func dataURL(raw []byte) int {
+	const encoding, most = ";base64,", 128 // media types with parameters are short
+	if !bytes.HasPrefix(raw, []byte("data:")) {
+		return 0
+	}
+	if i := bytes.Index(raw[:min(len(raw), most)], []byte(encoding)); i >= 0 {
+		return i + len(encoding)
+	}
+	return 0
+}
+
+// contentHash hashes the content of a string, however long.
+func (r *keyer) contentHash(n ref, modality byte) uint64 {
 	raw := r.raw(n)
-	if bytes.HasPrefix(raw, []byte("data:")) {
-		if comma := bytes.IndexByte(raw, ','); comma >= 0 {
-			raw = raw[comma+1:]
-		}
-	}
-	d := &r.digest
-	d.ResetWithSeed(r.root + uint64(modality))
-	for at := 0; len(raw) > 0; {
-		var plain []byte
-		plain, raw = decode(r.buf[:0], raw, r.nodes[n].cut)
-		for len(plain) > 0 {
-			masked := subtle.XORBytes(plain, plain, r.mask[at:])
-			_, _ = d.Write(plain[:masked])
-			plain = plain[masked:]
-			at = (at + masked) % len(r.mask)
-		}
-	}
-	return d.Sum64()
+	c := &r.medium
+	c.begin(r.root+uint64(modality), r.key, int(r.fine))
+	c.decoded(raw[dataURL(raw):], r.nodes[n].cut)
+	c.cut()
+	return c.hash
 }

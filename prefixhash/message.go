@@ -42,7 +42,7 @@ const (
 
 func (r *keyer) element(n ref) (e element) {
 	var callID, toolCallID, toolUseID ref
-	for k := r.first(n); k != 0; k = r.after(n, k) {
+	for k := r.firstKey(n); k != 0; k = r.nextKey(n, k) {
 		v := k + 1
 		switch string(r.raw(k)) {
 		case "type":
@@ -219,7 +219,7 @@ func (r *keyer) message(n ref) {
 	if e.role == 0 && e.kind == 0 {
 		r.known(n)
 	}
-	switch string(r.word(e.kind)) {
+	switch string(r.short(e.kind)) {
 	case "", "message":
 		r.turn(&e)
 	case "function_call", "custom_tool_call":
@@ -249,7 +249,7 @@ func (r *keyer) turn(e *element) {
 	if r.kind(e.role) == text {
 		r.text(e.role)
 		if r.explain != nil {
-			r.explain.role(string(r.word(e.role)))
+			r.explain.role(string(r.short(e.role)))
 		}
 	}
 	r.field(markName, e.name)
@@ -301,7 +301,7 @@ func (r *keyer) part(n ref) {
 		return
 	}
 	e := r.element(n)
-	kind := r.word(e.kind)
+	kind := r.short(e.kind)
 	switch string(kind) {
 	case "tool_use", "server_tool_use", "mcp_tool_use":
 		r.call(e.id, e.name, e.input)
@@ -379,8 +379,8 @@ func (r *keyer) text(n ref) {
 	r.known(n)
 }
 
-// word returns the decoded text of a short string, nil for other values.
-func (r *keyer) word(n ref) []byte {
+// short returns the decoded text of a short string, nil for other values.
+func (r *keyer) short(n ref) []byte {
 	if r.kind(n) != text {
 		return nil
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"math/big"
 	"slices"
 	"strings"
 	"testing"
@@ -96,6 +97,7 @@ type unit struct {
 
 type model struct {
 	config Config
+	key    []uint64 // for NH
 	root   uint64
 	before []unit // preamble
 	units  []unit
@@ -157,7 +159,7 @@ func (m *model) json(v any, sorted bool) {
 		m.mark(markNumber)
 		m.text(v.String())
 	case string:
-		if strings.HasPrefix(v, "data:") {
+		if strings.HasPrefix(v, "data:") && strings.Contains(v[:min(len(v), 128)], ";base64,") {
 			m.medium(v, 0)
 			return
 		}
@@ -212,12 +214,12 @@ func (m *model) medium(v any, modality byte) {
 	switch v := v.(type) {
 	case string:
 		if strings.HasPrefix(v, "data:") {
-			if _, payload, ok := strings.Cut(v, ","); ok {
-				v = payload
+			if i := strings.Index(v[:min(len(v), 128)], ";base64,"); i >= 0 {
+				v = v[i+len(";base64,"):]
 			}
 		}
 		m.mark(markMedia)
-		m.units = append(m.units, unit{media: true, sum: xxhash64(m.root+uint64(modality), m.masked([]byte(v)))})
+		m.units = append(m.units, unit{media: true, sum: m.contentHash(v, modality)})
 	case tree:
 		if !m.mediaOf(v, modality) {
 			m.mark(markMedia)
@@ -613,12 +615,18 @@ func (m *model) blocks() []Block {
 	var open []byte
 	var marks, pos uint64
 	hash, start := m.root, uint64(0)
+	marks = hash
 	end := func() {
 		if pos > start {
-			hash = xxhash64(hash, binary.LittleEndian.AppendUint64(m.masked(open), marks))
+			hash = m.blockHash(hash, open, marks)
 			blocks = append(blocks, Block{hash, uint32(pos)})
 		}
-		open, marks, start = nil, 0, pos
+		open, marks, start = nil, hash, pos
+	}
+	fold := func(value uint64) {
+		product := new(big.Int).SetUint64(marks ^ value)
+		product.Mul(product, new(big.Int).SetUint64(m.key[0]))
+		marks = new(big.Int).Rsh(product, 64).Uint64() ^ new(big.Int).And(product, new(big.Int).SetUint64(math.MaxUint64)).Uint64()
 	}
 	add := func(u unit) {
 		switch {
@@ -626,11 +634,11 @@ func (m *model) blocks() []Block {
 			end()
 			return
 		case u.mark != 0:
-			marks = (marks ^ (pos + 1)) * 0x9e3779b97f4a7c15
+			fold(pos)
 			open = append(open, byte(u.mark))
 			pos++
 		case u.media:
-			marks = (marks ^ u.sum) * 0x9e3779b97f4a7c15
+			fold(u.sum)
 			pos += mediaBytes
 		default:
 			open = append(open, u.text)
@@ -648,20 +656,45 @@ func (m *model) blocks() []Block {
 		add(u)
 	}
 	end()
-	blocks, pos, start = nil, 0, 0
+	blocks, pos, start, marks = nil, 0, 0, hash
 	for _, u := range m.units {
 		add(u)
 	}
 	return blocks
 }
 
-func (m *model) masked(p []byte) []byte {
-	mask := newMask(m.config.Seed, m.config.BlockBytes)
-	out := make([]byte, len(p))
-	for i := range p {
-		out[i] = p[i] ^ mask[i%len(mask)]
+// blockHash is the hash of a block with the NH of its text in big numbers.
+func (m *model) blockHash(before uint64, text []byte, marks uint64) uint64 {
+	length := len(text)
+	for len(text)%16 != 0 || len(text)%stripe != 0 {
+		text = append(text, 0)
 	}
-	return out
+	sum := new(big.Int)
+	for i := 0; i < len(text); i += 16 {
+		a := binary.LittleEndian.Uint64(text[i:]) + m.key[i/8]
+		b := binary.LittleEndian.Uint64(text[i+8:]) + m.key[i/8+1]
+		sum.Add(sum, new(big.Int).Mul(new(big.Int).SetUint64(a), new(big.Int).SetUint64(b)))
+	}
+	var words [16]byte
+	sum.Mod(sum, new(big.Int).Lsh(big.NewInt(1), 128)).FillBytes(words[:]) // big-endian
+	var all []byte
+	for _, w := range []uint64{
+		binary.BigEndian.Uint64(words[:]), binary.BigEndian.Uint64(words[8:]), marks, uint64(length),
+	} {
+		all = binary.LittleEndian.AppendUint64(all, w)
+	}
+	return xxhash64(before, all)
+}
+
+// contentHash is the hash of a medium: that of the last of its blocks.
+func (m *model) contentHash(text string, modality byte) uint64 {
+	c := &model{config: m.config, key: m.key, root: m.root + uint64(modality)}
+	c.text(text)
+	c.boundary()
+	if blocks := c.blocks(); len(blocks) > 0 {
+		return blocks[len(blocks)-1].Hash
+	}
+	return c.root
 }
 
 func xxhash64(seed uint64, p []byte) uint64 {
@@ -684,7 +717,7 @@ func modelBlocks(config Config, body []byte) (blocks []Block, ok bool) {
 		}
 	}
 	root := seeded(config.Seed, "chain", "")
-	m := &model{config: config, root: root.Sum64()}
+	m := &model{config: config, key: nhKey(config.Seed, coarse*config.BlockBytes), root: root.Sum64()}
 	if !m.walk(t) {
 		return nil, true
 	}

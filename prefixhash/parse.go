@@ -6,7 +6,7 @@ import "bytes"
 // which most engines use, give up at about 1,000 levels as well.
 const maxDepth = 1000
 
-// kind of a JSON value.
+// kind of a JSON value. Text, lists and objects come last: they hold prompts.
 type kind uint8
 
 const (
@@ -183,7 +183,7 @@ key:
 		if src[colon] != ':' {
 			return false
 		}
-		t.key(i+1, end)
+		t.addKey(i+1, end)
 		i = colon + 1
 		goto value
 	}
@@ -203,8 +203,8 @@ ended:
 	return len(t.nodes) > 1
 }
 
-// key appends a member's key. Its kind is absent, which tells it from values.
-func (t *tape) key(start, end int) {
+// addKey appends a member's key. Its kind is absent, which tells it from values.
+func (t *tape) addKey(start, end int) {
 	n := node{start: uint32(start), end: uint32(end), next: ref(len(t.nodes) + 1)}
 	if raw := t.src[start:end]; bytes.IndexByte(raw, '\\') >= 0 {
 		n.lent = true
@@ -310,22 +310,36 @@ func (t *tape) has(n ref) bool {
 	return true
 }
 
-// first returns the first member's key or the first element of a container, 0 if there is none.
-func (t *tape) first(container ref) ref {
-	if n := container + 1; n < t.nodes[container].next {
-		return n
+// first returns the first element of a list; 0 if there is none or n is no list.
+func (t *tape) first(n ref) ref {
+	if t.kind(n) != list {
+		return 0
 	}
-	return 0
-}
-
-// after returns the key after the member with the given key, 0 after the last.
-func (t *tape) after(container, key ref) ref {
-	return t.next(container, key+1)
+	return t.inside(n, n+1)
 }
 
 // next returns the element after the given one, 0 after the last.
-func (t *tape) next(container, element ref) ref {
-	if n := t.nodes[element].next; n < t.nodes[container].next {
+func (t *tape) next(list, element ref) ref {
+	return t.inside(list, t.nodes[element].next)
+}
+
+// firstKey returns the first key of an object; 0 if there is none or n is no
+// object. The key's own value follows it.
+func (t *tape) firstKey(n ref) ref {
+	if t.kind(n) != object {
+		return 0
+	}
+	return t.inside(n, n+1)
+}
+
+// nextKey returns the key after the given one, 0 after the last.
+func (t *tape) nextKey(object, key ref) ref {
+	return t.inside(object, t.nodes[key+1].next)
+}
+
+// inside returns n if it lies within a container, else 0.
+func (t *tape) inside(container, n ref) ref {
+	if n < t.nodes[container].next {
 		return n
 	}
 	return 0
@@ -334,10 +348,7 @@ func (t *tape) next(container, element ref) ref {
 // get returns a member of an object, 0 if there is none or n is no object. Of
 // equal keys the last counts, as engines read them.
 func (t *tape) get(n ref, name string) (value ref) {
-	if t.kind(n) != object {
-		return 0
-	}
-	for k := t.first(n); k != 0; k = t.after(n, k) {
+	for k := t.firstKey(n); k != 0; k = t.nextKey(n, k) {
 		if string(t.raw(k)) == name {
 			value = k + 1
 		}

@@ -157,7 +157,7 @@ func (r *keyer) weigh(n ref) (weight uint64) {
 	for ; n < end; n++ {
 		switch v := &r.nodes[n]; v.kind {
 		case text:
-			if bytes.HasPrefix(r.raw(n), []byte("data:")) {
+			if dataURL(r.raw(n)) > 0 {
 				weight += mediaBytes
 			} else {
 				weight += uint64(v.end - v.start)

@@ -116,7 +116,7 @@ func conversations(rng *rand.Rand) []conversation {
 // A conversation's messages that are a prefix of another's give hashes that
 // are a prefix of the other's, and different next messages different hashes.
 func TestPrefixOfMessages(t *testing.T) {
-	for seed := range uint64(40) {
+	for seed := range uint64(15) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		for _, c := range conversations(rng) {
 			var history []any

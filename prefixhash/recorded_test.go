@@ -206,7 +206,7 @@ func firstDifference(t *testing.T, config Config, one, other string) int {
 		if err != nil {
 			t.Fatal(err)
 		}
-		m := &model{config: config}
+		m := &model{config: config, key: nhKey(config.Seed, coarse*config.BlockBytes)}
 		m.walk(v.(tree))
 		return m.units
 	}

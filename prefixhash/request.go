@@ -5,7 +5,9 @@ import "math"
 // keyer makes one key: a body's tape, its chain and scratch memory.
 type keyer struct {
 	tape
-	chain
+	chain         // of the prompt
+	medium chain  // one image, sound, video or file at a time
+	root   uint64 // seed of both
 
 	fields fields
 	refs   []ref // stack of sorted members
@@ -54,10 +56,13 @@ func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bo
 	k.Previous = r.previous(h, scope)
 
 	start := seeded(h.config.Seed, "chain", scope)
-	r.begin(start.Sum64(), h.mask, k.Blocks)
+	r.root = start.Sum64()
+	r.begin(r.root, h.key, h.config.BlockBytes)
 	r.ignore.reset(h.config.Ignore)
 	r.others, r.refs = 0, r.refs[:0]
-	found := r.walk(k.Previous)
+	r.preamble()
+	r.seal(k.Blocks)
+	found := r.prompt(k.Previous)
 	k.Blocks = r.blocks
 	if !found || len(k.Blocks) == 0 {
 		k.Blocks = k.Blocks[:0]
@@ -65,25 +70,27 @@ func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bo
 		return NoPrompt
 	}
 	k.Bytes = clamp(r.pos + r.others)
-	k.Judged = complete && !r.ignore.matched && k.Previous == 0 && r.others == 0
+	k.Judged = complete && !r.stopped && !r.ignore.matched && k.Previous == 0 && r.others == 0
 	return Keyed
 }
 
 // clamp makes a weight an int.
 func clamp(weight uint64) int { return int(min(weight, math.MaxInt32)) }
 
-// walk adds preamble and prompt in canonical order and reports whether there
-// is a prompt.
-func (r *keyer) walk(previous uint64) bool {
-	f := &r.fields
-	for i, n := range f[:preambleFields] {
+// preamble adds what the KV cache depends on without being prompt text.
+func (r *keyer) preamble() {
+	for i, n := range r.fields[:preambleFields] {
 		if r.has(n) {
 			r.mark(markPreamble)
 			r.writeByte(byte(i))
 			r.json(n, true)
 		}
 	}
-	r.seal()
+}
+
+// prompt adds the prompt in canonical order and reports whether there is one.
+func (r *keyer) prompt(previous uint64) bool {
+	f := &r.fields
 	r.documents(f[fieldDocuments])
 	r.tools(f[fieldTools])
 	r.tools(f[fieldFunctions])

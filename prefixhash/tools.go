@@ -27,7 +27,7 @@ func (r *keyer) tools(n ref) {
 // of a server-side tool.
 func (r *keyer) toolRest(n ref) {
 	kind := r.get(n, "type")
-	if word := string(r.word(kind)); word != "" && word != "function" && word != "custom" {
+	if word := string(r.short(kind)); word != "" && word != "function" && word != "custom" {
 		r.field(markField, kind)
 	}
 	r.members(n, "type", "function", "name", "description", "parameters", "input_schema", "cache_control")
