@@ -107,12 +107,14 @@ func escapeNonASCII(body []byte) []byte {
 
 // The cases of the cost table, each with the most that a key may cost in times
 // of an xxhash64 over the body.
-var costs = []struct {
-	name                       string
-	size                       int
-	escaped, images, toolsLast bool
-	most                       float64
-}{
+type cost struct {
+	name                               string
+	size                               int
+	escaped, images, toolsLast, tokens bool
+	most                               float64
+}
+
+var costs = []cost{
 	{name: "2KB", size: 2 << 10, most: 30},
 	{name: "32KB", size: 32 << 10, most: 14},
 	{name: "512KB", size: 512 << 10, most: 9},
@@ -120,12 +122,28 @@ var costs = []struct {
 	{name: "32KB/escaped", size: 32 << 10, escaped: true, most: 30},
 	{name: "512KB/escaped", size: 512 << 10, escaped: true, most: 30},
 	{name: "4MB/images", size: 4 << 20, images: true, most: 8},
+	{name: "128k token ids", size: 128 << 10, tokens: true, most: 60},
+}
+
+func (c cost) body() []byte {
+	if !c.tokens {
+		return benchBody(c.size, c.escaped, c.images, c.toolsLast)
+	}
+	ids := make([]int, c.size)
+	for i := range ids {
+		ids[i] = i * 7919 % 128000
+	}
+	body, err := json.Marshal(map[string]any{"model": "m", "prompt": ids})
+	if err != nil {
+		panic(err)
+	}
+	return body
 }
 
 func BenchmarkKey(b *testing.B) {
 	h := New(Config{Seed: 1})
 	for _, c := range costs {
-		body := benchBody(c.size, c.escaped, c.images, c.toolsLast)
+		body := c.body()
 		b.Run(c.name, func(b *testing.B) {
 			b.SetBytes(int64(len(body)))
 			b.ReportAllocs()
@@ -169,7 +187,7 @@ func TestCost(t *testing.T) {
 	}
 	h := New(Config{Seed: 1})
 	for _, c := range costs {
-		body := benchBody(c.size, c.escaped, c.images, c.toolsLast)
+		body := c.body()
 		var k Key
 		if ratio := costRatio(h, &k, body, c.most); ratio > 3*c.most {
 			t.Errorf("%s: a key takes %.1f times an xxhash64 of the body, at most %.0f expected", c.name, ratio, c.most)
@@ -181,7 +199,7 @@ func TestCost(t *testing.T) {
 
 func BenchmarkFloorXXHash64(b *testing.B) {
 	for _, c := range costs {
-		body := benchBody(c.size, c.escaped, c.images, c.toolsLast)
+		body := c.body()
 		b.Run(c.name, func(b *testing.B) {
 			b.SetBytes(int64(len(body)))
 			for b.Loop() {
@@ -193,7 +211,7 @@ func BenchmarkFloorXXHash64(b *testing.B) {
 
 func BenchmarkFloorEncodingJSON(b *testing.B) {
 	for _, c := range costs {
-		body := benchBody(c.size, c.escaped, c.images, c.toolsLast)
+		body := c.body()
 		b.Run(c.name, func(b *testing.B) {
 			b.SetBytes(int64(len(body)))
 			b.ReportAllocs()

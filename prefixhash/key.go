@@ -59,8 +59,8 @@ type Config struct {
 
 	// Ignore matches volatile text to leave out of the key; nil: none. A match
 	// lies within one text and one stretch of 4 KiB of it, which ends after a
-	// line where it can; the first 256 matches of a prompt count. What an
-	// empty match finds stays.
+	// line where it can; the first 256 matches of a prompt count. Empty
+	// matches leave nothing out.
 	//
 	// The engine still sees that text, so such a request is routed by a key
 	// that says more than the engine's cache can hold, and Judged is false.

@@ -267,13 +267,8 @@ func stringEnd(src []byte, i int) (int, bool) {
 // NaN and the infinities are numbers to Python's json.
 func numberEnd(src []byte, i int) int {
 	start := i
-	for i < len(src) {
-		switch c := src[i]; {
-		case '0' <= c && c <= '9', c == '-', c == '+', c == '.', c == 'e', c == 'E':
-			i++
-			continue
-		}
-		break
+	for i < len(src) && (src[i]-'0' <= 9 || inNumber(src[i])) {
+		i++
 	}
 	if i < len(src) && (i == start || i == start+1 && src[start] == '-') {
 		for _, name := range [...]string{"NaN", "Infinity"} {
@@ -283,6 +278,14 @@ func numberEnd(src []byte, i int) int {
 		}
 	}
 	return i
+}
+
+func inNumber(c byte) bool {
+	switch c {
+	case '-', '+', '.', 'e', 'E':
+		return true
+	}
+	return false
 }
 
 // raw returns a value's text as it stands in the body, a key's decoded.

@@ -60,23 +60,22 @@ func (r *keyer) single(n ref) {
 // tokens adds token ids, four bytes each: about what a token is worth in text.
 func (r *keyer) tokens(n ref) {
 	r.mark(markTokens)
-	out := r.buf[:0]
-	for rest := r.raw(n); len(rest) > 0; {
-		var number []byte
-		number, rest, _ = bytes.Cut(rest, []byte{','})
-		id := uint32(0)
-		for _, c := range number {
-			if '0' <= c && c <= '9' {
-				id = id*10 + uint32(c-'0')
+	out, id := r.buf[:0], uint32(0)
+	for _, c := range r.raw(n) {
+		switch {
+		case '0' <= c && c <= '9':
+			id = id*10 + uint32(c-'0')
+		case c == ',':
+			if len(out) == len(r.buf) {
+				r.write(out)
+				out = out[:0]
 			}
+			out = binary.LittleEndian.AppendUint32(out, id)
+			id = 0
 		}
-		if cap(out)-len(out) < 4 {
-			r.write(out)
-			out = out[:0]
-		}
-		out = binary.LittleEndian.AppendUint32(out, id)
 	}
 	r.write(out)
+	r.write(binary.LittleEndian.AppendUint32(r.buf[:0], id))
 }
 
 // mediaList adds one medium or a list of them.
