@@ -109,20 +109,21 @@ type expectation struct {
 
 // judge says up to which distance a report of held bytes proves a hit, and from
 // which a miss; 0: it says nothing. Up to slack bytes short of what was known
-// still count as all of it.
+// prove no miss.
 func judge(known []expectation, held, slack int64) (hit, miss int64) {
 	if len(known) == 0 {
 		return 0, 0
 	}
-	if all := int64(known[len(known)-1].end); held+slack >= all {
-		held = all
-	}
+	all := int64(known[len(known)-1].end)
 	start := int64(0)
 	for _, k := range known {
 		end := int64(k.end)
 		if held < end {
 			if held > start {
 				hit = max(hit, k.far+held)
+			}
+			if held+slack >= all {
+				return hit, 0
 			}
 			return hit, max(hit, k.far+held+1)
 		}

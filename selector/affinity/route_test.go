@@ -268,6 +268,7 @@ func TestReasons(t *testing.T) {
 		k := keyOf(1)
 		k.Session = 77
 		at := x.serve(k).Candidate
+		x.index.Route(x.now, keyOf(9), x.cands[at:at+1], &x.rule, nil)
 		for i := range 8 {
 			x.serve(keyOf(series(i+5, 30)...))
 			k := keyOf(100 + i)

@@ -14,8 +14,9 @@ const (
 	alphaBlind = 4    // where first outputs can't be seen
 	beta       = 0.05 // prompt tokens in flight slow decoding and fill the memory
 	gamma      = 300  // and so does each request
-	bandLeast  = 500  // costs that differ by less are equal
-	bandShare  = 0.1  // or by less than this share
+	bandLeast  = 100  // costs that differ by less are equal,
+	bandShare  = 0.02 // or by less than this share
+	stay       = 2000 // what staying with its session may cost a request whose match is no worse there
 )
 
 // view is a candidate as the rule sees it.
@@ -79,11 +80,12 @@ func uncached(prompt float64, matched uint32) float64 {
 	return max(prompt-float64(matched)/BytesPerToken, 1)
 }
 
-// least returns the candidate to take: of those that cost no more than the
-// cheapest, within what can't be told apart, and that don't give up more of a
-// match, in this order the session's, the one with the longest match, the
-// fewest requests in flight, and the one that tie says. Never the first in the
-// list for being first. -1: none is usable.
+// least returns the candidate to take, -1 if none is usable: the cheapest. Of
+// those that can't be told apart from it by cost, and don't give up more of a
+// match, it takes in this order the one with the longest match, with the fewest
+// requests in flight, and the one for which tie is least; never the first in
+// the list for being first. The session's replica comes before all that as long
+// as it does not cost much more.
 func least(views []view, g *group, minMatch uint32, session int, tie func(i int) float64) int {
 	best := -1
 	for i := range views {
@@ -94,22 +96,22 @@ func least(views []view, g *group, minMatch uint32, session int, tie func(i int)
 	if best < 0 {
 		return -1
 	}
-	limit := views[best].cost + max(bandLeast*g.speed.rate()/speedDefault, bandShare*views[best].cost)
-	floor := views[best].matched
+	scale := g.speed.rate() / speedDefault
+	lowest, floor := views[best].cost, views[best].matched
+	within := func(i int, allowance float64) bool {
+		v := &views[i]
+		return v.usable && v.cost <= lowest+allowance && (v.matched >= floor || floor < minMatch)
+	}
+	if session >= 0 && within(session, stay*scale) {
+		return session
+	}
 	rank := func(i int) (match uint32, inFlight int, last float64) {
-		if m := views[i].matched; m >= minMatch {
-			match = m / minMatch
-		}
-		return match, views[i].inFlight, tie(i)
+		return views[i].matched / minMatch, views[i].inFlight, tie(i)
 	}
 	match, inFlight, last := rank(best)
 	for i := range views {
-		v := &views[i]
-		if !v.usable || v.cost > limit || v.matched < floor && floor >= minMatch {
+		if !within(i, max(bandLeast*scale, bandShare*lowest)) {
 			continue
-		}
-		if i == session {
-			return i
 		}
 		m, n, t := rank(i)
 		if m > match || m == match && (n < inFlight || n == inFlight && t < last) {
