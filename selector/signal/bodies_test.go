@@ -573,6 +573,12 @@ data: [DONE]
 	},
 
 	{
+		name: "framing/no JSON from here on", format: NDJSON,
+		text:  "{\"a\":],\"prompt_eval_count\":1}\n{\"a\"=5,\"prompt_eval_count\":1}\n{a:5,\"prompt_eval_count\":1}\n{\"choices\":[5,{\"text\":\"Hi\"}],\"prompt_eval_count\":1}\n",
+		usage: unsaid,
+	},
+
+	{
 		name: "place/usage before the answer", format: JSON,
 		text:  `{"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":64}},"choices":[{"message":{"content":` + quote(strings.Repeat(forged, 60)) + `}}]}`,
 		usage: Usage{100, 64},
