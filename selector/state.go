@@ -98,7 +98,7 @@ func current[T any](wanted any) (found T) {
 }
 
 func (l *learned) release() error {
-	var errs []error
+	errs := make([]error, 0, len(l.taken))
 	for _, key := range l.taken {
 		_, err := states.Delete(key)
 		errs = append(errs, err)
