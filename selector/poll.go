@@ -41,7 +41,6 @@ type poller struct {
 
 // polled is what a poller knows of an upstream.
 type polled struct {
-	started  float64 // Unix seconds; 0: not said
 	failures int
 	pause    time.Time // not asked before
 }
@@ -90,7 +89,7 @@ func (o *poller) round(now time.Time) {
 		slots <- struct{}{}
 		asked.Go(func() {
 			defer func() { <-slots }()
-			if err := o.ask(upstream, u); err != nil {
+			if err := o.ask(upstream); err != nil {
 				o.failed(upstream, u, err)
 				return
 			}
@@ -128,7 +127,7 @@ func (o *poller) forget(present []string) {
 }
 
 // ask reads one upstream's metrics and passes on what they say.
-func (o *poller) ask(upstream string, u *polled) error {
+func (o *poller) ask(upstream string) error {
 	ctx, cancel := context.WithTimeout(o.ctx, pollTimeout)
 	defer cancel()
 	ctx = context.WithValue(ctx, caddy.ReplacerCtxKey, caddy.NewReplacer())
@@ -156,12 +155,12 @@ func (o *poller) ask(upstream string, u *polled) error {
 			said.StartTime = started
 		}
 	}
-	o.tell(upstream, u, said)
+	o.tell(upstream, said)
 	return nil
 }
 
-func (o *poller) tell(upstream string, u *polled, said signal.EngineMetrics) {
-	metrics.of(upstream).engine.Store(&said)
+func (o *poller) tell(upstream string, said signal.EngineMetrics) {
+	before := metrics.of(upstream).engine.Swap(&said)
 	replica := o.policy.learned.fleet.Find(upstream)
 	if replica == nil {
 		return // it has served nothing yet
@@ -172,13 +171,19 @@ func (o *poller) tell(upstream string, u *polled, said signal.EngineMetrics) {
 	if said.CapacityTokens > 0 && o.policy.config.ReplicaCache == 0 {
 		replica.ReportCapacity(int(said.CapacityTokens))
 	}
-	if said.StartTime > 0 {
-		if u.started > 0 && said.StartTime != u.started {
-			replica.Restarted()
-			o.policy.logger.Info("upstream has restarted: what it held is forgotten", zap.String("upstream", upstream))
-		}
-		u.started = said.StartTime
+	if before != nil && restarted(*before, said) {
+		replica.Restarted()
+		o.policy.logger.Info("upstream has restarted: what it held is forgotten", zap.String("upstream", upstream))
 	}
+}
+
+// restarted compares two polls of an engine. Engines of several processes tell no
+// start time, but what they count since their start falls.
+func restarted(before, now signal.EngineMetrics) bool {
+	if before.StartTime > 0 && now.StartTime > 0 {
+		return before.StartTime != now.StartTime
+	}
+	return now.PrefixQueries >= 0 && now.PrefixQueries < before.PrefixQueries
 }
 
 func (o *poller) failed(upstream string, u *polled, err error) {
