@@ -68,7 +68,7 @@ func TestUnavailableHolderIsPassedOver(t *testing.T) {
 func TestFullHolderIsPassedOver(t *testing.T) {
 	g := newGates(t, 3)
 	s := newSite(t, g.upstreams(), policy()+"unhealthy_request_count 2")
-	body := chat(true, words("full", 4000), "yes", "a")
+	body := chat(false, words("full", 4000), "yes", "a")
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	wg.Go(func() { s.ask(t, body) })

@@ -430,6 +430,7 @@ func TestPrivacy(t *testing.T) {
 		t.Fatalf("debug log: %v", err)
 	}
 	level.Body.Close()
+	s.reloaded(t)
 	body := strings.Replace(chat(true, words("PROMPTMARKER", 3000)), `"model":"m"`, `"model":"m","prompt_cache_key":"SESSIONMARKER"`, 1)
 	for range 3 {
 		req, err := http.NewRequest(http.MethodPost, s.URL+"/v1/chat/completions", strings.NewReader(body))

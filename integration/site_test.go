@@ -83,14 +83,20 @@ func (s *site) reload(t *testing.T, upstreams, proxy string) {
 	s.reloadTo(t, proxyTo(upstreams, proxy))
 }
 
-// reloadTo changes the site's directives, and waits until the old listener is
-// gone: Caddy resets the connections that it has not accepted by then, and
-// closes the idle ones that it has, which costs a request or two as well.
+// reloadTo changes the site's directives.
 func (s *site) reloadTo(t *testing.T, directives string) {
 	t.Helper()
 	if err := s.Reload(s.file(directives)); err != nil {
 		t.Error(err)
 	}
+	s.reloaded(t)
+}
+
+// reloaded waits until the listener of the last configuration is gone: Caddy
+// resets the connections that it has not accepted by then, and closes the idle
+// ones that it has, which can cost a request as well.
+func (s *site) reloaded(t *testing.T) {
+	t.Helper()
 	_, port, err := net.SplitHostPort(s.addr)
 	if err != nil {
 		t.Fatal(err)
