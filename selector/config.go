@@ -137,7 +137,9 @@ type Config struct {
 }
 
 // defaultSessionHeaders are the headers in which known clients name their
-// session: Claude Code; Codex; OpenCode and vLLM's router; OpenCode.
+// session: Claude Code; Codex; older versions of Codex (Caddy drops headers with
+// an underscore unless expected_underscore_headers names them); OpenCode and
+// vLLM's router; OpenCode.
 var defaultSessionHeaders = []string{
 	"X-Claude-Code-Session-Id",
 	"Session-Id",
