@@ -21,6 +21,11 @@ const (
 	penaltyTime = 2 * time.Second
 	penalties   = 32 // remembered one by one; further ones add to the last
 
+	// reportTime is how long a reported queue counts if nobody renews it. A
+	// replica that said something absurd once must not be left alone for good: it
+	// would have no occasion to correct itself.
+	reportTime = 10 * time.Second
+
 	// fillDefault, in tokens, is over how much work a replica's share of it is
 	// remembered while its capacity is not known.
 	fillDefault = 1e6
@@ -220,7 +225,8 @@ func (l *load) pending(g *group, now time.Time) float64 {
 	}
 	l.penalties = kept
 	if l.queue > 0 {
-		if left := l.queue - max(now.Sub(l.queuedAt).Seconds(), 0)*rate; left > 0 {
+		age := max(now.Sub(l.queuedAt), 0)
+		if left := l.queue - age.Seconds()*rate; left > 0 && age < reportTime {
 			work += left
 		} else {
 			l.queue = 0

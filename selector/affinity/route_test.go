@@ -345,6 +345,26 @@ func TestFallback(t *testing.T) {
 	})
 }
 
+func TestAbsurdQueueReportIsForgotten(t *testing.T) {
+	x := newFixture(2)
+	busy := func(n int) int {
+		return x.counts(20, func(i int) *prefixhash.Key { return keyOf(series(n+i, 10)...) }, func(a *Attempt) {
+			a.Confirm(x.now, true)
+			a.FirstOutput(x.now)
+			a.Finish(x.now, Served, 0)
+		})[0]
+	}
+	busy(1) // so that the size of a request is known
+	x.cands[0].Replica.ReportLoad(x.now, 1e12)
+	if n := busy(100); n != 0 {
+		t.Errorf("%d requests went to a replica that has just reported a queue", n)
+	}
+	x.now = x.now.Add(reportTime)
+	if n := busy(200); n == 0 {
+		t.Error("the report still counts")
+	}
+}
+
 // A shadow's fallback serves everything; what the rule wanted is told.
 func TestShadow(t *testing.T) {
 	x := newFixture(3)
