@@ -52,8 +52,9 @@ func TestVerdict(t *testing.T) {
 	result := func(policy string, ofIdeal float64, ttft time.Duration) outcome {
 		cached := int64(1e6 * plan.IdealHitRatio() * ofIdeal)
 		return outcome{
-			policy, workload.Result{TTFT: []time.Duration{ttft}},
-			[]engine.Stats{{PromptTokens: 4e5, CachedTokens: 0}, {PromptTokens: 6e5, CachedTokens: cached}},
+			policy: policy,
+			client: workload.Result{TTFT: []time.Duration{ttft}},
+			fleet:  []engine.Stats{{PromptTokens: 4e5}, {PromptTokens: 6e5, CachedTokens: cached}},
 		}
 	}
 	for _, c := range []struct {

@@ -1,5 +1,7 @@
 package engine
 
+import "slices"
+
 // cache is the KV memory of an engine, in blocks. Running requests pin what
 // they use, and reserve what they will still fill; the rest holds the blocks of
 // finished requests in order of last use until the room is needed. Not safe
@@ -81,8 +83,8 @@ func (c *cache) fill(chain []uint64) {
 // of it first, and the room it reserved but didn't fill is free.
 func (c *cache) release(chain []uint64, reserved int) {
 	c.reserved -= reserved
-	for i := len(chain) - 1; i >= 0; i-- {
-		b := c.blocks[chain[i]]
+	for _, h := range slices.Backward(chain) {
+		b := c.blocks[h]
 		if b.pins--; b.pins > 0 {
 			continue
 		}

@@ -217,7 +217,7 @@ func (e *Engine) handler() http.Handler {
 			panic(http.ErrAbortHandler)
 		}
 		if e.cfg.Name != "" {
-			w.Header().Set("x-inference-pod", e.cfg.Name)
+			w.Header().Set("X-Inference-Pod", e.cfg.Name)
 		}
 		mux.ServeHTTP(w, r)
 	})

@@ -284,7 +284,7 @@ func TestLoadHeaders(t *testing.T) {
 			if got := resp.Header.Get("endpoint-load-metrics"); got != c.want {
 				t.Errorf("%q instead of %q", got, c.want)
 			}
-			if got := resp.Header.Get("x-inference-pod"); got != "pod" {
+			if got := resp.Header.Get("X-Inference-Pod"); got != "pod" {
 				t.Errorf("pod %q", got)
 			}
 		})

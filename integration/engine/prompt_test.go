@@ -2,7 +2,7 @@ package engine
 
 import (
 	"encoding/json"
-	"fmt"
+	"maps"
 	"strings"
 	"testing"
 )
@@ -10,9 +10,7 @@ import (
 func chatBody(t *testing.T, fields map[string]any, messages ...any) []byte {
 	t.Helper()
 	body := map[string]any{"messages": messages}
-	for k, v := range fields {
-		body[k] = v
-	}
+	maps.Copy(body, fields)
 	b, err := json.Marshal(body)
 	if err != nil {
 		t.Fatal(err)
@@ -134,7 +132,7 @@ func FuzzTokenize(f *testing.F) {
 		for _, path := range []string{chatPath, completionsPath} {
 			p, err := Tokenize(path, []byte(body))
 			if err == nil && (p.Tokens < 1 || len(p.Blocks) > p.Tokens/BlockTokens) {
-				t.Error(fmt.Sprintf("%d tokens, %d blocks", p.Tokens, len(p.Blocks)))
+				t.Errorf("%d tokens, %d blocks", p.Tokens, len(p.Blocks))
 			}
 		}
 	})

@@ -132,11 +132,11 @@ func (c *Caddy) Stop() error {
 	if err == nil {
 		err = caddy.Load(bare, true)
 	}
-	errs := []error{err, caddy.Stop(), os.RemoveAll(c.dir)}
+	err = errors.Join(err, caddy.Stop(), os.RemoveAll(c.dir))
 	for name, value := range c.home {
-		errs = append(errs, os.Setenv(name, value))
+		err = errors.Join(err, os.Setenv(name, value))
 	}
-	return errors.Join(errs...)
+	return err
 }
 
 // FreeAddr returns a loopback address that nobody listens on.

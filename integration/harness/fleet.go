@@ -49,9 +49,9 @@ func (f Fleet) Stats() []engine.Stats {
 
 // Close ends all engines and waits for them.
 func (f Fleet) Close() error {
-	var errs []error
+	var err error
 	for _, e := range f {
-		errs = append(errs, e.Close())
+		err = errors.Join(err, e.Close())
 	}
-	return errors.Join(errs...)
+	return err
 }

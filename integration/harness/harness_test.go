@@ -56,7 +56,7 @@ func TestHarness(t *testing.T) {
 
 	pods := map[string]bool{}
 	for range 2 {
-		pods[get("http://"+addr+"/health").Header.Get("x-inference-pod")] = true
+		pods[get("http://"+addr+"/health").Header.Get("X-Inference-Pod")] = true
 	}
 	if !pods["replica-1"] || !pods["replica-2"] {
 		t.Errorf("round_robin reached %v", pods)

@@ -124,7 +124,7 @@ func Ask(ctx context.Context, client *http.Client, url string, body []byte, head
 		text, err := io.ReadAll(io.LimitReader(resp.Body, 1000))
 		return Answer{}, errors.Join(fmt.Errorf("%s: %s", resp.Status, text), err)
 	}
-	a := Answer{Replica: resp.Header.Get("x-inference-pod")}
+	a := Answer{Replica: resp.Header.Get("X-Inference-Pod")}
 	lines := bufio.NewScanner(resp.Body)
 	for lines.Scan() {
 		data, ok := bytes.CutPrefix(lines.Bytes(), []byte("data: "))
