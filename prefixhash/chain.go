@@ -32,10 +32,8 @@ const (
 type mark byte
 
 const (
-	markNone mark = iota
-
 	// Parts, as Explain lists them.
-	markPreamble
+	markPreamble mark = iota + 1
 	markTool
 	markDocument
 	markMessage
@@ -48,6 +46,7 @@ const (
 	markItem
 	markTokens
 	markHistory
+	markInfill
 
 	// Inside parts.
 	markField

@@ -28,6 +28,7 @@ var partKinds = [...]string{
 	markItem:       "item",
 	markTokens:     "tokens",
 	markHistory:    "history",
+	markInfill:     "infill",
 }
 
 // Explain lists the parts of a prompt in their order with their byte ranges,
@@ -52,7 +53,8 @@ func (h *Hasher) Explain(path string, body []byte, complete bool, scope string) 
 
 // mark begins a part at the chain's position.
 func (e *explainer) mark(c *chain, m mark) {
-	if int(m) >= len(partKinds) || m == markNone {
+	inPreamble := c.most == 0
+	if int(m) >= len(partKinds) || inPreamble != (m == markPreamble) {
 		return
 	}
 	if m == markMessage || m == markTool || m == markDocument {

@@ -263,6 +263,9 @@ func (r *keyer) turn(e *element) {
 	r.field(markRefusal, e.refusal)
 	r.mediaParts(e, 'a') // an assistant's spoken answer
 	for c := r.first(e.toolCalls); c != 0; c = r.next(e.toolCalls, c) {
+		if r.kind(c) != object {
+			continue
+		}
 		call := r.element(c)
 		f := r.element(r.either(call.function, call.custom))
 		r.call(call.id, r.either(f.name, call.name), r.either(r.either(f.arguments, f.input), call.arguments))

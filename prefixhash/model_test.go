@@ -461,7 +461,10 @@ func (m *model) message(v any) {
 		m.field(markRefusal, t.get("refusal"))
 		m.mediaOf(t, 'a')
 		for _, c := range items(t.get("tool_calls")) {
-			call := obj(c)
+			call, ok := c.(tree)
+			if !ok {
+				continue
+			}
 			f := obj(first(call.get("function"), call.get("custom")))
 			m.call(call.get("id"), first(f.get("name"), call.get("name")),
 				first(f.get("arguments"), f.get("input"), call.get("arguments")))
@@ -571,13 +574,15 @@ func (m *model) walk(t tree) bool {
 		return conversation(t.get("instructions"), t.get("input"))
 	case says(t.get("input_prefix")) || says(t.get("input_suffix")):
 		for _, e := range items(t.get("input_extra")) {
-			m.mark(markDocument)
-			m.field(markName, obj(e).get("filename"))
-			m.field(markText, obj(e).get("text"))
-			m.boundary()
+			if file, ok := e.(tree); ok {
+				m.mark(markDocument)
+				m.field(markName, file.get("filename"))
+				m.field(markText, file.get("text"))
+				m.boundary()
+			}
 		}
 		for _, v := range []any{t.get("input_prefix"), t.get("input_suffix"), prompt} {
-			m.mark(markField)
+			m.mark(markInfill)
 			if says(v) {
 				m.single(v)
 			}

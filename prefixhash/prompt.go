@@ -134,6 +134,9 @@ func (r *keyer) infill() {
 	f := &r.fields
 	extra := f[fieldInputExtra]
 	for e := r.first(extra); e != 0; e = r.next(extra, e) {
+		if r.kind(e) != object {
+			continue
+		}
 		r.mark(markDocument)
 		r.field(markName, r.get(e, "filename"))
 		r.field(markText, r.get(e, "text"))
@@ -141,7 +144,7 @@ func (r *keyer) infill() {
 		r.cut()
 	}
 	for _, at := range [...]field{fieldInputPrefix, fieldInputSuffix, fieldPrompt} {
-		r.mark(markField)
+		r.mark(markInfill)
 		if r.has(f[at]) {
 			r.single(f[at])
 		}

@@ -209,3 +209,65 @@ func TestHeads(t *testing.T) {
 		}
 	}
 }
+
+// Random bodies of known and unknown members, nested anyhow, have the naive
+// model's key.
+func TestRandomBodies(t *testing.T) {
+	names := []string{"x", "\u00e9", "id", "status", "encoding_format"}
+	for name := range fieldNames {
+		names = append(names, name)
+	}
+	names = append(names,
+		"type", "role", "name", "phase", "content", "text", "refusal", "output", "summary", "reasoning", "reasoning_content",
+		"thinking", "encrypted_content", "tool_calls", "function_call", "function", "custom", "call_id", "tool_call_id", "tool_use_id",
+		"tool_name", "arguments", "input", "tools", "images", "title", "is_error", "detail", "result", "image_url", "image",
+		"input_audio", "source", "url", "file_data", "data", "file_id", "uuid", "description", "parameters", "input_schema",
+		"cache_control", "filename", "prompt_string", "multimodal_data", "effort", "adapter_id")
+	slices.Sort(names)
+	texts := []string{
+		"", "a", "user", "system", "message", "text", "image", "function", "function_call", "function_call_output", "reasoning",
+		"item_reference", "tool_use", "document", "content", "refusal", "auto", "low", "data:image/png;base64,AAAA", "data:x",
+		strings.Repeat("long ", 30), strings.Repeat("日本", 30),
+	}
+	scalars := []any{nil, true, false, 1, 2.5, -7}
+	var value func(rng *rand.Rand, depth int) string
+	body := func(rng *rand.Rand, depth int) string {
+		var members []string
+		for range rng.IntN(6) {
+			key, _ := json.Marshal(names[rng.IntN(len(names))])
+			members = append(members, string(key)+":"+value(rng, depth+1)) // keys may come twice
+		}
+		return "{" + strings.Join(members, ",") + "}"
+	}
+	value = func(rng *rand.Rand, depth int) string {
+		switch n := rng.IntN(10); {
+		case n < 4 && depth < 6:
+			return body(rng, depth)
+		case n < 7 && depth < 6:
+			var list []string
+			for range rng.IntN(5) {
+				list = append(list, value(rng, depth+1))
+			}
+			return "[" + strings.Join(list, ",") + "]"
+		case n < 8:
+			v, _ := json.Marshal(scalars[rng.IntN(len(scalars))])
+			return string(v)
+		default:
+			v, _ := json.Marshal(texts[rng.IntN(len(texts))])
+			return string(v)
+		}
+	}
+	for seed := range uint64(1000) {
+		rng := rand.New(rand.NewPCG(seed, 3))
+		prompts := []string{"messages", "input", "prompt", "text", "system", "tools", "documents", "input_extra", "input_prefix"}
+		text := body(rng, 0)
+		for range 2 {
+			text = strings.TrimSuffix(text, "}")
+			if text != "{" {
+				text += ","
+			}
+			text += `"` + prompts[rng.IntN(len(prompts))] + `":` + value(rng, 0) + "}"
+		}
+		checkBody(t, "/", []byte(text))
+	}
+}
