@@ -190,27 +190,40 @@ func TestAllFull(t *testing.T) {
 // A hot prefix spreads over as many replicas as it takes, little more, and
 // leaves the others' conversations alone.
 //
-// One replica prefills 16,000 tokens/s. Every request for the hot prefix of
-// 1,500 tokens adds 400 new ones, so that one replica serves 40 of them a
-// second; 80 come, evenly spaced, until there were 150.
+// One replica prefills 8,000 tokens/s. Every request for the hot prefix of
+// 1,000 tokens adds 400 new ones, so that one replica serves 20 of them a
+// second; 40 come, evenly spaced, until there were 100. Beside them 12
+// conversations of 1,500 tokens go on, ten turns of them a second.
 func TestHotPrefix(t *testing.T) {
 	const (
-		requests = 150
-		interval = time.Second / 80
-		others   = 12 // conversations
+		requests = 100
+		interval = time.Second / 40
+		others   = 12
 	)
-	config := engine.Config{PrefillRate: 16_000, InterToken: time.Millisecond, OutputTokens: 4}
-	prefix := words("hot", 6000)
+	config := engine.Config{PrefillRate: 8000, InterToken: time.Millisecond, OutputTokens: 4}
+	type call struct{ pin, body string }
+	prefix := words("hot", 4000)
+	hot, turns := make([]call, requests), make([]call, others+requests/4)
+	for i := range hot {
+		hot[i] = call{"hot", chat(true, prefix, "yes", words(fmt.Sprintf("question %d", i), 1600))}
+	}
+	for i := range turns {
+		history := []string{words(fmt.Sprintf("other %d", i%others), 6000)}
+		for turn := range i / others {
+			history = append(history, "yes", words(fmt.Sprintf("turn %d", turn), 100))
+		}
+		turns[i] = call{fmt.Sprint(i % others), chat(true, history...)}
+	}
 
-	// ttft asks and returns the time to the first byte of output; engines send
-	// it with the first token.
-	ttft := func(s *site, body, pin string) (time.Duration, string) {
-		req, err := http.NewRequest(http.MethodPost, s.URL+chatPath, strings.NewReader(body))
+	// ask returns the time to the first byte of output, which engines send with
+	// the first token, and who served.
+	ask := func(s *site, c call) (time.Duration, string) {
+		req, err := http.NewRequest(http.MethodPost, s.URL+chatPath, strings.NewReader(c.body))
 		if err != nil {
 			t.Fatal(err)
 		}
 		req.Header.Set("Content-Type", "application/json")
-		req.Header.Set("Pin", pin)
+		req.Header.Set("Pin", c.pin)
 		start := time.Now()
 		res, err := http.DefaultClient.Do(req)
 		if err != nil {
@@ -219,11 +232,11 @@ func TestHotPrefix(t *testing.T) {
 		}
 		defer res.Body.Close()
 		_, _ = res.Body.Read(make([]byte, 1))
-		first := time.Since(start)
+		ttft := time.Since(start)
 		if _, err := io.Copy(io.Discard, res.Body); err != nil || res.StatusCode != http.StatusOK {
 			t.Errorf("status %d, %v", res.StatusCode, err)
 		}
-		return first, res.Header.Get("X-Inference-Pod")
+		return ttft, res.Header.Get("X-Inference-Pod")
 	}
 	type result struct {
 		mean  time.Duration
@@ -231,57 +244,48 @@ func TestHotPrefix(t *testing.T) {
 		stays float64        // share of the others' turns that stayed where the last one was
 	}
 	run := func(t *testing.T, lb string) result {
+		t.Helper()
 		fleet := newFleet(t, 4, config)
 		s := newSite(t, fleet.Upstreams(), lb)
-		// The others have been here before, and so was the hot prefix.
-		at := make([]string, others)
-		talk := func(i, turn int) string {
-			history := []string{words(fmt.Sprintf("other %d", i), 6000)}
-			for j := range turn {
-				history = append(history, "yes", words(fmt.Sprintf("turn %d", j), 100))
-			}
-			_, pod := ttft(s, chat(true, history...), fmt.Sprint(i))
-			return pod
-		}
-		var before sync.WaitGroup
-		for i := range others {
-			before.Go(func() { at[i] = talk(i, 0) })
-		}
-		before.Wait()
-		ttft(s, chat(true, prefix), "hot")
-
-		var mu sync.Mutex
 		var wg sync.WaitGroup
-		var sum time.Duration
-		r := result{share: make(map[string]int)}
-		stayed, turns := 0, 0
-		start := time.Now()
-		for n := range requests {
-			time.Sleep(time.Until(start.Add(time.Duration(n) * interval)))
-			wg.Go(func() {
-				first, pod := ttft(s, chat(true, prefix, "yes", words(fmt.Sprintf("question %d", n), 1600)), "hot")
-				mu.Lock()
-				defer mu.Unlock()
-				sum += first
-				r.share[pod]++
-			})
-			if n%4 == 3 { // one of the others has its next turn
-				i := n / 4 % others
-				wg.Go(func() {
-					pod := talk(i, 1+n/4/others)
-					mu.Lock()
-					defer mu.Unlock()
-					turns++
-					if pod == at[i] {
-						stayed++
-					}
-					at[i] = pod
-				})
-			}
+		at := make([]string, others)
+		for i := range others { // they have been here before
+			wg.Go(func() { _, at[i] = ask(s, turns[i]) })
 		}
 		wg.Wait()
-		r.mean, r.stays = sum/requests, float64(stayed)/float64(turns)
-		t.Logf("mean TTFT %v, hot requests by replica %v, %.0f %% of the others' turns stayed", r.mean, r.share, 100*r.stays)
+		ask(s, call{"hot", chat(true, prefix)}) // and so has the prefix
+
+		var mu sync.Mutex
+		var sum time.Duration
+		r := result{share: make(map[string]int)}
+		stayed := 0
+		start := time.Now()
+		for i := range hot {
+			time.Sleep(time.Until(start.Add(time.Duration(i) * interval)))
+			wg.Go(func() {
+				ttft, pod := ask(s, hot[i])
+				mu.Lock()
+				defer mu.Unlock()
+				sum += ttft
+				r.share[pod]++
+			})
+			if i%4 != 3 {
+				continue
+			}
+			wg.Go(func() {
+				_, pod := ask(s, turns[others+i/4])
+				mu.Lock()
+				defer mu.Unlock()
+				if pod == at[i/4%others] {
+					stayed++
+				}
+				at[i/4%others] = pod
+			})
+		}
+		late := time.Since(start) - (requests-1)*interval
+		wg.Wait()
+		r.mean, r.stays = sum/requests, float64(stayed)/(requests/4)
+		t.Logf("mean TTFT %v, hot requests by replica %v, %.0f %% of the others' turns stayed, last one %v late", r.mean, r.share, 100*r.stays, late)
 		return r
 	}
 
@@ -445,6 +449,7 @@ func TestProxiesInOneChain(t *testing.T) {
 	for _, test := range []struct{ name, directives string }{
 		{"forward_auth/other policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tcopy_headers X-User\n\t}\n\t" + main},
 		{"forward_auth/same policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tlb_policy prefix_affinity\n\t}\n\t" + main},
+		{"transport/h2c", proxyTo(fleet.Upstreams(), policy()+"transport http {\n\t\t\tversions h2c 2\n\t\t}")},
 		{"handle_response/copied", proxyTo(fleet.Upstreams(), policy()+"@any status 2xx\n\t\thandle_response @any {\n\t\t\theader X-Copied yes\n\t\t\tcopy_response\n\t\t}")},
 	} {
 		t.Run(test.name, func(t *testing.T) {

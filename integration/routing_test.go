@@ -114,6 +114,28 @@ func TestSiblingsStayTogether(t *testing.T) {
 	}
 }
 
+// Load is work, not requests: a prompt of 160,000 tokens outweighs ten of 1,000.
+func TestLoadIsCountedInWork(t *testing.T) {
+	for _, stream := range []bool{false, true} {
+		t.Run(fmt.Sprintf("stream=%t", stream), func(t *testing.T) {
+			g := newGates(t, 2)
+			s := newSite(t, g.upstreams(), policy())
+			var wg sync.WaitGroup
+			defer wg.Wait()
+			long := chat(stream, words("long", 640_000))
+			wg.Go(func() { s.ask(t, long) })
+			g.await(t, 1)
+			for i, body := range equalPrompts("short", 10, 4000, stream) {
+				wg.Go(func() { s.ask(t, body) })
+				g.await(t, i+2)
+			}
+			if got := g.release(); got[0] != 1 && got[1] != 1 {
+				t.Errorf("requests per upstream: %v, one of which is as much work as the others together", got)
+			}
+		})
+	}
+}
+
 // What nobody holds goes around evenly, also when no two requests overlap.
 func TestUnrelatedRequestsSpread(t *testing.T) {
 	for _, stream := range []bool{false, true} {
