@@ -44,6 +44,8 @@ type metricSet struct {
 	unkeyed        *prometheus.CounterVec
 	gauges         fleetGauges
 
+	causes sync.Map // counters of unkeyed by cause
+
 	mu     sync.RWMutex
 	series map[string]*upstreamSeries
 }
@@ -153,6 +155,15 @@ func (m *metricSet) forget(known func(upstream string) bool) {
 		m.reportedTokens.DeletePartialMatch(labels)
 		m.ttft.DeletePartialMatch(labels)
 	}
+}
+
+// withoutKey counts a request without a key.
+func (m *metricSet) withoutKey(cause string) {
+	counter, ok := m.causes.Load(cause)
+	if !ok {
+		counter, _ = m.causes.LoadOrStore(cause, m.unkeyed.WithLabelValues(cause))
+	}
+	counter.(prometheus.Counter).Inc()
 }
 
 // pollDue reports whether the upstream's metrics should be read now, and takes

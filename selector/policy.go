@@ -11,7 +11,9 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -31,6 +33,7 @@ type Policy struct {
 	hasher   func() *prefixhash.Hasher
 	learned  learned
 	drains   *drains // by the configuration
+	last     atomic.Pointer[resolved]
 	poller   *poller // nil: the engines' metrics are not read
 	observer *observer
 	varsKey  string // of this policy's state in a request's variables
@@ -146,9 +149,10 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	s.candidates = s.candidates[:0]
-	for _, up := range pool {
+	replicas := p.replicas(pool)
+	for i, up := range pool {
 		s.candidates = append(s.candidates, affinity.Candidate{
-			Replica:  p.learned.fleet.Replica(up.String()),
+			Replica:  replicas[i],
 			State:    q.stateOf(up, now),
 			InFlight: up.NumRequests(),
 		})
@@ -181,6 +185,28 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 			zap.Int("attempt", q.attempts))
 	}
 	return up
+}
+
+// resolved are the replicas of a pool of upstreams.
+type resolved struct {
+	pool     reverseproxy.UpstreamPool
+	replicas []*affinity.Replica
+}
+
+// replicas returns the replica of each upstream. Where the upstreams are those of
+// the last request, which they are unless they are found dynamically, it need not
+// look them up by their addresses.
+func (p *Policy) replicas(pool reverseproxy.UpstreamPool) []*affinity.Replica {
+	if last := p.last.Load(); last != nil && slices.Equal(last.pool, pool) &&
+		!slices.ContainsFunc(last.replicas, (*affinity.Replica).Gone) {
+		return last.replicas
+	}
+	now := &resolved{slices.Clone(pool), make([]*affinity.Replica, len(pool))}
+	for i, up := range pool {
+		now.replicas[i] = p.learned.fleet.Replica(up.String())
+	}
+	p.last.Store(now)
+	return now.replicas
 }
 
 // fallBack asks the fallback policy, which sees only the upstreams that may be

@@ -73,7 +73,7 @@ func (p *Policy) newRequest(r *http.Request) *request {
 	q.readKey()
 	noticed.body(p.logger, q.cause, time.Now())
 	if q.cause != keyed {
-		metrics.unkeyed.WithLabelValues(q.cause).Inc()
+		metrics.withoutKey(q.cause)
 	}
 	q.stop = context.AfterFunc(r.Context(), q.end)
 	if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {

@@ -116,26 +116,26 @@ type group struct {
 // join puts the candidates into one group. f.mu is held.
 func (f *Fleet) join(cands []Candidate) *group {
 	var g *group
+	fresh := 0
 	for i := range cands {
-		if h := cands[i].Replica.group.Load(); h != nil {
+		switch h := cands[i].Replica.group.Load(); {
+		case h == nil:
+			fresh++
+		case g == nil:
 			g = h
-			break
 		}
 	}
-	fresh := 0
-	fill := 0.0
-	for i := range cands {
-		if r := cands[i].Replica; r.group.Load() == nil {
-			fresh++
-		} else {
-			fill += r.load.filled(r.group.Load(), r.limit())
-		}
+	if fresh == 0 {
+		return g
 	}
 	if g == nil {
 		g = &group{}
 	}
-	if fresh == 0 {
-		return g
+	fill := 0.0
+	for i := range cands {
+		if r := cands[i].Replica; r.group.Load() != nil {
+			fill += r.load.filled(r.group.Load(), r.limit())
+		}
 	}
 	for i := range cands {
 		if r := cands[i].Replica; r.group.CompareAndSwap(nil, g) && fresh < len(cands) {

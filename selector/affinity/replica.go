@@ -31,6 +31,10 @@ type Replica struct {
 	cached      bool  // it has reported cached tokens
 }
 
+// Gone reports whether the replica was forgotten, so that who keeps it must ask
+// the fleet again.
+func (r *Replica) Gone() bool { return r.gone.Load() }
+
 // ReplicaState is what is known of a replica.
 type ReplicaState struct {
 	Address              string
