@@ -72,6 +72,8 @@ type upstream struct {
 	PendingRequests      int            `json:"pending_requests"`
 	IndexBlocks          int            `json:"index_blocks"`
 	QueueDepth           float64        `json:"queue_depth"`
+	TTFTHit              ttft           `json:"ttft_hit"`
+	TTFTMiss             ttft           `json:"ttft_miss"`
 	CacheCapacityTokens  int            `json:"cache_capacity_tokens"`
 	Generation           int            `json:"generation"`
 	Drain                *struct {
@@ -80,6 +82,11 @@ type upstream struct {
 	Engine *struct {
 		Name string `json:"name"`
 	} `json:"engine"`
+}
+
+type ttft struct {
+	Count      int     `json:"count"`
+	SumSeconds float64 `json:"sum_seconds"`
 }
 
 // upstreams lists what is known of the given upstreams, in their order.
@@ -143,6 +150,9 @@ func TestAdminAPI(t *testing.T) {
 		stats := fleet[at].Stats()
 		if u.CachedTokens != float64(stats.CachedTokens) || u.ReportedPromptTokens != float64(stats.PromptTokens) {
 			t.Errorf("cached %v of %v, the engine says %d of %d", u.CachedTokens, u.ReportedPromptTokens, stats.CachedTokens, stats.PromptTokens)
+		}
+		if u.TTFTHit.Count != 3 || u.TTFTMiss.Count != 1 || u.TTFTHit.SumSeconds <= 0 || u.TTFTMiss.SumSeconds <= 0 {
+			t.Errorf("TTFT after a match %+v, without %+v", u.TTFTHit, u.TTFTMiss)
 		}
 		if u.PendingRequests != 0 || u.IndexBlocks == 0 || u.MatchedTokens == 0 {
 			t.Errorf("%+v", u)

@@ -108,6 +108,8 @@ type upstreamState struct {
 	MatchedTokens        float64          `json:"matched_tokens"`
 	CachedTokens         float64          `json:"cached_tokens"`
 	ReportedPromptTokens float64          `json:"reported_prompt_tokens"`
+	TTFTHit              ttftState        `json:"ttft_hit"`  // a match was followed
+	TTFTMiss             ttftState        `json:"ttft_miss"` // none was
 
 	// Now.
 	PendingRequests      int     `json:"pending_requests"`
@@ -127,6 +129,13 @@ type upstreamState struct {
 
 	Drain  *drainState  `json:"drain,omitempty"`
 	Engine *engineState `json:"engine,omitempty"` // where it is polled
+}
+
+// ttftState tells of the times to first output of streamed responses. Means of
+// an interval follow from two of them.
+type ttftState struct {
+	Count      uint64  `json:"count"`
+	SumSeconds float64 `json:"sum_seconds"`
 }
 
 // engineState is what an engine's own metrics said last.
@@ -183,6 +192,7 @@ func (u *upstreamState) count(s *upstreamSeries) {
 	}
 	u.PromptTokens, u.MatchedTokens = counted(s.promptTokens), counted(s.matchedTokens)
 	u.CachedTokens, u.ReportedPromptTokens = counted(s.cachedTokens), counted(s.reportedTokens)
+	u.TTFTHit, u.TTFTMiss = timed(s.ttftHit), timed(s.ttftMiss)
 	if m := s.engine.Load(); m != nil {
 		u.Engine = &engineState{Name: m.Engine, Waiting: max(m.QueueDepth, 0), Running: max(m.Running, 0), KVUsage: max(m.KVUsage, 0)}
 		if m.PrefixQueries > 0 {

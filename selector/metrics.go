@@ -55,7 +55,7 @@ type upstreamSeries struct {
 	decisions                                                 [len(reasons)]prometheus.Counter
 	promptTokens, matchedTokens, cachedTokens, reportedTokens prometheus.Counter
 	shadowMatchedTokens                                       prometheus.Counter
-	ttftHit, ttftMiss                                         prometheus.Observer
+	ttftHit, ttftMiss                                         prometheus.Histogram
 	reporting                                                 reporting
 	engine                                                    atomic.Pointer[signal.EngineMetrics] // as last polled; nil: never
 	polled                                                    atomic.Int64                         // Unix nanoseconds
@@ -127,8 +127,8 @@ func (m *metricSet) of(upstream string) *upstreamSeries {
 		cachedTokens:        m.cachedTokens.WithLabelValues(upstream),
 		reportedTokens:      m.reportedTokens.WithLabelValues(upstream),
 		shadowMatchedTokens: m.shadowTokens.WithLabelValues(upstream),
-		ttftHit:             m.ttft.WithLabelValues(upstream, "hit"),
-		ttftMiss:            m.ttft.WithLabelValues(upstream, "miss"),
+		ttftHit:             m.ttft.WithLabelValues(upstream, "hit").(prometheus.Histogram),
+		ttftMiss:            m.ttft.WithLabelValues(upstream, "miss").(prometheus.Histogram),
 	}
 	for _, reason := range reasons {
 		s.decisions[reason] = m.decisions.WithLabelValues(upstream, reason.String())
@@ -182,11 +182,21 @@ func (s *upstreamSeries) decided(c affinity.Choice) {
 
 // counted returns what a counter stands at.
 func counted(c prometheus.Counter) float64 {
-	var m dto.Metric
-	if err := c.Write(&m); err != nil {
-		panic(err) // a counter without exemplars has nothing that could fail
+	return read(c).GetCounter().GetValue()
+}
+
+// timed returns how many times a histogram has, and their sum.
+func timed(h prometheus.Histogram) ttftState {
+	m := read(h).GetHistogram()
+	return ttftState{Count: m.GetSampleCount(), SumSeconds: m.GetSampleSum()}
+}
+
+func read(metric prometheus.Metric) *dto.Metric {
+	m := new(dto.Metric)
+	if err := metric.Write(m); err != nil {
+		panic(err) // metrics without exemplars have nothing that could fail
 	}
-	return m.GetCounter().GetValue()
+	return m
 }
 
 // fleetGauges reads its values at the time of the scrape.
