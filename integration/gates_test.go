@@ -67,6 +67,11 @@ func (g *gates) counts() []int {
 // await waits for n requests altogether.
 func (g *gates) await(t *testing.T, n int) {
 	t.Helper()
+	defer func() {
+		if t.Failed() {
+			g.release() // or whoever waits for the answers does so for ever
+		}
+	}()
 	eventually(t, fmt.Sprintf("%d requests at the gates", n), func() bool {
 		sum := 0
 		for _, c := range g.counts() {

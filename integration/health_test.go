@@ -445,7 +445,7 @@ func TestProxiesInOneChain(t *testing.T) {
 		w.Header().Set("X-User", "u")
 	})
 	fleet := newFleet(t, 4, quick)
-	main := proxyTo(fleet.Upstreams(), policy())
+	main := proxyTo(fleet.Upstreams(), policy()+"header_down X-Upstream {rp.prefix_affinity.upstream}")
 	for _, test := range []struct{ name, directives string }{
 		{"forward_auth/other policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tcopy_headers X-User\n\t}\n\t" + main},
 		{"forward_auth/same policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tlb_policy prefix_affinity\n\t}\n\t" + main},
@@ -470,6 +470,10 @@ func TestProxiesInOneChain(t *testing.T) {
 			if strings.Contains(test.directives, auth.addr()) && asked.Load() != 24 {
 				t.Errorf("the first proxy was asked %d times, want 24", asked.Load())
 			}
+			res, _ := s.post(t, chatPath, chat(false, "hello"))
+			if got := res.Header.Get("X-Upstream"); got != "" && got != decisionOf(t, res).upstream {
+				t.Errorf("the placeholder says %s, the header %q", got, res.Header.Get("X-Prefix-Affinity"))
+			}
 			s.settled(t)
 		})
 	}
@@ -487,7 +491,7 @@ func TestSameProxyTwice(t *testing.T) {
 		}
 		yes(w, r)
 	})
-	named := "\n}\n&(proxy) {\n\t" + proxyTo(up.addr(), policy()+"@teapot status 418\n\t\thandle_response @teapot {\n\t\t\t%s\n\t\t}")
+	named := "\n}\n&(proxy) {\n\t" + proxyTo(up.addr(), policy()+"header_down X-Attempts {rp.prefix_affinity.attempts}\n\t\t@teapot status 418\n\t\thandle_response @teapot {\n\t\t\t%s\n\t\t}")
 	for _, test := range []struct{ name, directives string }{
 		{"error route", "invoke proxy\n\thandle_errors {\n\t\tinvoke proxy\n\t}" + fmt.Sprintf(named, "error 503")},
 		{"answer route", "invoke proxy" + fmt.Sprintf(named, "invoke proxy")},
@@ -501,8 +505,8 @@ func TestSameProxyTwice(t *testing.T) {
 					t.Fatal(err)
 				}
 				res.Body.Close()
-				if d := decisionOf(t, res); res.StatusCode != http.StatusOK && test.name == "answer route" || d.reason != "no_key" {
-					t.Errorf("status %d, %+v", res.StatusCode, d)
+				if d := decisionOf(t, res); d.reason != "no_key" || res.Header.Get("X-Attempts") != "1" {
+					t.Errorf("status %d, %+v, attempt %s", res.StatusCode, d, res.Header.Get("X-Attempts"))
 				}
 			}
 			if calls.Load() != 40 {

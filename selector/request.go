@@ -35,6 +35,8 @@ type request struct {
 	policy *Policy
 	r      *http.Request // the handler's clone, the same for all attempts
 	outer  *request      // the request that led to this one through the same policy
+	first  *request      // of those that one HTTP request leads to; the placeholders are there
+	latest *request      // of these, the one that was decided last; kept by the first
 	stop   func() bool   // takes back the request's own end
 	scope  string        // its tenant
 
@@ -76,11 +78,18 @@ func (p *Policy) newRequest(r *http.Request) *request {
 		metrics.withoutKey(q.cause)
 	}
 	q.stop = context.AfterFunc(r.Context(), q.end)
-	if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
-		repl.Map(q.placeholder)
+	if q.first, _ = caddyhttp.GetVar(r.Context(), firstVar).(*request); q.first == nil {
+		q.first = q
+		caddyhttp.SetVar(r.Context(), firstVar, q)
+		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+			repl.Map(q.placeholder)
+		}
 	}
 	return q
 }
+
+// firstVar names the variable that holds the first request of any policy.
+const firstVar = "prefix_affinity.first"
 
 // readKey reads the body, as far as it is wanted, and makes the prompt's key.
 func (q *request) readKey() {
@@ -182,6 +191,7 @@ func (q *request) rewind(r *http.Request) bool {
 // send notes the attempt that comes next.
 func (q *request) send(now time.Time, attempt *affinity.Attempt, choice affinity.Choice, upstream, holder string) {
 	q.attempt, q.choice, q.upstream, q.holder = attempt, choice, upstream, holder
+	q.first.latest = q
 	q.attempts++
 	q.sent = now
 	q.series = metrics.of(upstream)
@@ -251,11 +261,12 @@ func (q *request) end() {
 	}
 }
 
-// placeholder resolves {http.reverse_proxy.prefix_affinity.*}. It is called on
+// placeholder resolves {http.reverse_proxy.prefix_affinity.*} for the first
+// request and those that follow it: what was decided last counts. It is called on
 // the request's goroutine only.
 func (q *request) placeholder(name string) (any, bool) {
 	name, ok := strings.CutPrefix(name, "http.reverse_proxy.prefix_affinity.")
-	if !ok || q.attempts == 0 {
+	if q = q.latest; !ok || q == nil {
 		return nil, false
 	}
 	switch name {
