@@ -115,11 +115,17 @@ func TestStoredResponsesGoBack(t *testing.T) {
 		}
 		seen := [3]int64{}
 		for i, k := range at {
-			seen[k]++
-			explanation := ask(fmt.Sprintf("go on %d", i), fmt.Sprintf("resp_%d_%d", k, seen[k]))
+			first := seen[k] + 1 // each upstream's answers are numbered
+			explanation := ask(fmt.Sprintf("go on %d", i), fmt.Sprintf("resp_%d_%d", k, first))
 			if chosen(explanation) != addrs[k] || !strings.HasPrefix(explanation, "session;") {
 				t.Errorf("stream=%t: follow-up of a response of upstream %d: %s", stream, k, explanation)
 			}
+			seen[k]++
+		}
+		// One that brings nothing of its own has no prompt, but a place.
+		bare := s.asSession(t, "", "", "/v1/responses", fmt.Sprintf(`{"model":"m","stream":%t,"previous_response_id":"resp_%d_1"}`, stream, at[0]))
+		if chosen(bare) != addrs[at[0]] || !strings.HasPrefix(bare, "session;") {
+			t.Errorf("stream=%t: a follow-up without input: %s", stream, bare)
 		}
 		ups[at[0]].Close()
 		for range 2 {

@@ -167,7 +167,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 		}
 	}
 	var key *prefixhash.Key
-	if q.cause == keyed && !q.over {
+	if q.blocks != nil {
 		key = &q.key
 	}
 	choice, attempt := p.learned.index.Route(now, key, s.candidates, &p.rule, fallback)

@@ -42,7 +42,7 @@ type request struct {
 
 	mu       sync.Mutex
 	key      prefixhash.Key
-	blocks   *[]prefixhash.Block // the key's memory, pooled
+	blocks   *[]prefixhash.Block // the key's memory, pooled; nil: there is no key
 	cause    string              // keyed, or why there is no key
 	held     *held               // nil: the body is left as it came
 	body     *attemptBody
@@ -110,7 +110,11 @@ func (q *request) readKey() {
 	}
 	q.blocks = keyBlocks.Get().(*[]prefixhash.Block)
 	q.key.Blocks = *q.blocks
-	if cause := hasher.Sum(&q.key, r.URL.Path, q.held.bytes, q.held.whole(), q.scope); cause != prefixhash.Keyed {
+	switch cause := hasher.Sum(&q.key, r.URL.Path, q.held.bytes, q.held.whole(), q.scope); cause {
+	case prefixhash.Keyed:
+	case prefixhash.NoPrompt: // the history is stored at the engine, say
+		q.cause = cause.String()
+	default:
 		q.cause = cause.String()
 		return
 	}

@@ -1,10 +1,10 @@
 package signal
 
 import (
+	"bytes"
+	"encoding/json"
 	"strconv"
 	"strings"
-
-	"github.com/valyala/fastjson"
 )
 
 // Load is what an engine said about itself in a response. A negative field was
@@ -18,8 +18,6 @@ type Load struct {
 // maxReportBytes bounds a load report. vLLM's and Triton's have under 200
 // bytes; data parallel ones repeat an entry per engine.
 const maxReportBytes = 16 << 10
-
-var reportParsers fastjson.ParserPool
 
 // ParseORCA reads the values of the header endpoint-load-metrics, which vLLM and
 // Triton's TensorRT-LLM backend send to requests that ask for it with
@@ -62,26 +60,29 @@ func (l *Load) addText(report string) {
 }
 
 func (l *Load) addJSON(report string) {
-	p := reportParsers.Get()
-	defer reportParsers.Put(p)
-	root, err := p.Parse(report)
-	if err != nil {
-		return // a report that isn't JSON says nothing
+	if json.Valid([]byte(report)) { // a report that isn't JSON says nothing
+		l.addObject(json.NewDecoder(strings.NewReader(report)), true)
 	}
-	l.addObject(root.GetObject())
-	l.addObject(root.GetObject("named_metrics"))
 }
 
-func (l *Load) addObject(o *fastjson.Object) {
-	if o == nil {
+// addObject reads valid JSON member by member, so that every one of several equal
+// names counts.
+func (l *Load) addObject(d *json.Decoder, outer bool) {
+	if open, err := d.Token(); err != nil || open != json.Delim('{') {
 		return
 	}
-	// Visit, unlike Get, sees every one of several equal names.
-	o.Visit(func(name []byte, value *fastjson.Value) {
-		if v, err := value.Float64(); err == nil && plausible(v) {
-			l.add(strings.TrimPrefix(string(name), "named_metrics."), v)
+	for d.More() {
+		var value json.RawMessage
+		name, err := d.Token()
+		if err != nil || d.Decode(&value) != nil {
+			return
 		}
-	})
+		if v, ok := number(string(value)); ok {
+			l.add(strings.TrimPrefix(name.(string), "named_metrics."), v)
+		} else if outer && name == "named_metrics" {
+			l.addObject(json.NewDecoder(bytes.NewReader(value)), false)
+		}
+	}
 }
 
 func (l *Load) add(name string, v float64) {
