@@ -114,7 +114,7 @@ func TestSiblingsStayTogether(t *testing.T) {
 	}
 }
 
-// Load is work, not requests: a prompt of 160,000 tokens outweighs ten of 1,000.
+// Load is work, not requests: a prompt of 50,000 tokens outweighs ten of 1,000.
 func TestLoadIsCountedInWork(t *testing.T) {
 	for _, stream := range []bool{false, true} {
 		t.Run(fmt.Sprintf("stream=%t", stream), func(t *testing.T) {
@@ -122,7 +122,7 @@ func TestLoadIsCountedInWork(t *testing.T) {
 			s := newSite(t, g.upstreams(), policy())
 			var wg sync.WaitGroup
 			defer wg.Wait()
-			long := chat(stream, words("long", 640_000))
+			long := chat(stream, words("long", 200_000))
 			wg.Go(func() { s.ask(t, long) })
 			g.await(t, 1)
 			for i, body := range equalPrompts("short", 10, 4000, stream) {
