@@ -2,6 +2,7 @@ package selector
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,17 +10,23 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"os/signal"
+	"strings"
+	"syscall"
 	"text/tabwriter"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
+
+	"github.com/prefix-affinity/caddy/selector/ui"
 )
 
 func init() {
 	caddycmd.RegisterCommand(caddycmd.Command{
 		Name:  "prefix-affinity",
-		Usage: "status|lookup|drain|undrain|forget [--json] [--config <path> [--adapter <name>]] [--address <interface>]",
+		Usage: "status|ui|lookup|drain|undrain|forget [--json] [--config <path> [--adapter <name>]] [--address <interface>]",
 		Short: "Shows and changes what prefix_affinity knows of its upstreams",
 		Long: `
 Talks to the admin endpoint of a running Caddy. The endpoint's address is taken
@@ -27,6 +34,8 @@ from --address, else from the given --config, else it is the default.
 
 status shows every upstream: how many requests it has, how much of the prompts
 it found in its cache, how large that cache seems to be.
+
+ui serves a page that shows the same, and more, live in a browser, until Ctrl-C.
 
 lookup shows which upstreams are believed to hold the beginning of the prompt in
 a request body, read from a file or, for -, from standard input.
@@ -53,6 +62,7 @@ of the engine.`,
 				subcommand("status", "Shows every upstream", cobra.NoArgs, func(c client, _ *cobra.Command, _ []string) error {
 					return c.show(http.MethodGet, "upstreams", nil, nil, printStatus)
 				}),
+				uiCommand(),
 				lookupCommand(),
 				upstreamCommand("drain", "Keeps new prefixes away from an upstream", "draining '%s'\n"),
 				upstreamCommand("undrain", "Ends the drain of an upstream", "'%s' is drained no more\n"),
@@ -72,6 +82,25 @@ func subcommand(use, short string, args cobra.PositionalArgs, run func(client, *
 		}
 		return run(c, cmd, args)
 	}
+	return cmd
+}
+
+func uiCommand() *cobra.Command {
+	var listen string
+	cmd := subcommand("ui", "Serves a live page of all this", cobra.NoArgs, func(c client, cmd *cobra.Command, _ []string) error {
+		admin, err := caddy.ParseNetworkAddress(c.address)
+		if err != nil || admin.PortRangeSize() > 1 {
+			return fmt.Errorf("invalid admin address '%s': %v", c.address, err)
+		}
+		address, _, _ := strings.Cut(admin.JoinHostPort(0), "|") // a socket's permissions follow
+		ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+		defer stop()
+		context.AfterFunc(ctx, stop) // a second Ctrl-C ends it at once
+		return ui.Run(ctx, listen, ui.Admin{Network: admin.Network, Address: address}, func(url string) {
+			fmt.Fprintf(c.out, "Open %s in a browser. Ctrl-C ends it.\n", url)
+		})
+	})
+	cmd.Flags().StringVar(&listen, "listen", "localhost:2020", "The address to serve the page on; whoever reaches it can drain upstreams")
 	return cmd
 }
 
