@@ -395,7 +395,9 @@ func TestStreamsAreNotHeldBack(t *testing.T) {
 					}
 				})
 				s := newSite(t, up.addr(), policy("orca", "cached_tokens_header X-Cached"))
-				req, err := http.NewRequest(http.MethodPost, s.URL+chatPath, strings.NewReader(chat(true, words("stream", 2000))))
+				ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+				defer cancel()
+				req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.URL+chatPath, strings.NewReader(chat(true, words("stream", 2000))))
 				if err != nil {
 					t.Fatal(err)
 				}
