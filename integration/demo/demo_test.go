@@ -1,9 +1,12 @@
 package main
 
 import (
+	"context"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -20,23 +23,40 @@ func TestDemo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := run(t.Context(), f, false, false); err != nil {
+	read := func() string {
+		said, err := os.ReadFile(path) // #nosec G304 -- a test's own directory
+		if err != nil {
+			t.Error(err)
+		}
+		return string(said)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var user sync.WaitGroup
+	defer user.Wait()
+	defer cancel()
+	user.Go(func() { // presses Ctrl-C when the demo is left up
+		defer cancel()
+		for ctx.Err() == nil && !strings.Contains(read(), "Caddy's admin endpoint") {
+			time.Sleep(50 * time.Millisecond)
+		}
+	})
+	if err := run(ctx, f, true, false); err != nil {
 		t.Fatal(err)
 	}
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}
-	said, err := os.ReadFile(path) // #nosec G304 -- a test's own directory
-	if err != nil {
-		t.Fatal(err)
+	said, invitation, _ := strings.Cut(read(), "\nLeft up")
+	if !regexp.MustCompile(`(?m)^  \./caddy prefix-affinity ui --address 127\.0\.0\.1:\d+$`).MatchString(invitation) {
+		t.Errorf("the page's command is missing: %s", invitation)
 	}
 	for _, policy := range policies {
 		// progress, the two tables, the two charts
-		if n := strings.Count(string(said), policy); n != 5 {
+		if n := strings.Count(said, policy); n != 5 {
 			t.Errorf("%s is named %d times instead of 5", policy, n)
 		}
 	}
-	if n := strings.Count(string(said), " 100% "); n != len(policies) {
+	if n := strings.Count(said, " 100% "); n != len(policies) {
 		t.Errorf("%d policies were played to the end", n)
 	}
 	if t.Failed() {

@@ -50,7 +50,7 @@ var traffic = workload.Shape{
 var policies = []string{"round_robin", "client_ip_hash", "least_conn", "prefix_affinity"}
 
 func main() {
-	keep := flag.Bool("keep", false, "leave Caddy and the engines up when done")
+	keep := flag.Bool("keep", false, "leave Caddy and the engines up when done, with traffic")
 	check := flag.Bool("check", false, "fail unless prefix_affinity reaches 0.95 of the ideal hit ratio and half of least_conn's mean TTFT")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -137,10 +137,27 @@ func run(ctx context.Context, stdout *os.File, keep, check bool) (err error) {
 
 	if keep {
 		out.invite(addr, caddy.Admin)
-		<-ctx.Done()
+		if err := goOn(ctx, "http://"+addr, pause); err != nil {
+			return err
+		}
 	}
 	if check {
 		return verdict(plan, outcomes)
+	}
+	return nil
+}
+
+// goOn keeps traffic coming until ctx is done, so that there is something to see.
+func goOn(ctx context.Context, url string, pause time.Duration) error {
+	for shape := traffic; ctx.Err() == nil; {
+		shape.Seed++
+		plan, err := workload.New(shape)
+		if err != nil {
+			return err
+		}
+		if _, err := plan.Play(ctx, url, pause, func() {}); err != nil && ctx.Err() == nil {
+			return err
+		}
 	}
 	return nil
 }

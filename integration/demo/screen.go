@@ -130,8 +130,10 @@ func (s screen) chart(name string, value, full float64, label string) {
 
 // invite says what a kept demo can be asked.
 func (s screen) invite(addr, admin string) {
-	s.say("\nLeft up with prefix_affinity until Ctrl-C. Ask the same twice:\n\n")
+	s.say("\nLeft up with prefix_affinity, and more conversations, until Ctrl-C. Ask the same twice:\n\n")
 	s.say("  curl -si http://%s/v1/chat/completions -d '{\"messages\":[{\"role\":\"user\",\"content\":\"'\"$(seq -s ' ' 2000)\"'\"}]}' | grep -oiE 'x-inference-pod: .*|\"cached_tokens\":[0-9]+'\n\n", addr)
+	s.say("See it in a browser, with the Caddy that the README builds:\n\n")
+	s.say("  ./caddy prefix-affinity ui --address %s\n\n", strings.TrimPrefix(admin, "http://"))
 	s.say("Caddy's admin endpoint: %s (its configuration: /config/, metrics: /metrics)\n", admin)
 }
 
