@@ -380,7 +380,7 @@ func TestStreamsAreNotHeldBack(t *testing.T) {
 	for contentType, sent := range pieces {
 		for protocol, client := range clients() {
 			passed := t.Run(contentType+"/"+protocol, func(t *testing.T) {
-				got := make(chan struct{})
+				got := make(chan struct{}, len(sent))
 				up := newScripted(t, func(w http.ResponseWriter, _ *http.Request) {
 					w.Header().Set("Content-Type", contentType)
 					for i, piece := range sent {
