@@ -186,7 +186,7 @@ func (f forwarder) send(r *http.Request) (*http.Response, error) {
 	req.ContentLength = r.ContentLength
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Origin", "http://"+to.Host) // the endpoint may insist on one
-	res, err := f.client.Do(req) // #nosec G704 -- likewise
+	res, err := f.client.Do(req)                // #nosec G704 -- likewise
 	if failed, ok := errors.AsType[*url.Error](err); ok {
 		return nil, failed.Err // without the URL, in which a tenant may be named
 	}
