@@ -108,6 +108,7 @@ type group struct {
 	speed speed   // of all of them; guarded by Fleet.mu
 	clock float64 // uncached tokens given to a replica, on average; Fleet.mu
 	mean  float64 // uncached tokens of a request lately; Fleet.mu
+	given float64 // requests that mean is over; Fleet.mu
 
 	mu   sync.Mutex
 	vote vote

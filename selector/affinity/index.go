@@ -214,13 +214,13 @@ func (x *Index) choose(views []view, g *group, key *prefixhash.Key, rule *Rule, 
 	case len(key.Blocks) == 0:
 		c.Candidate, c.Reason = idlest(views), NoKey
 	default:
-		weigh(views, g, rule, prompt, !key.Stream, now)
+		weigh(views, g, rule, prompt, now)
 		tie := func(i int) float64 { return views[i].r.load.filled(views[i].r.group.Load(), views[i].r.limit()) }
 		if rule.Rendezvous {
 			hash := unknown(key.Blocks, views)
 			tie = func(i int) float64 { return rendezvous(hash, views[i].r) }
 		}
-		c.Candidate = least(views, g, minMatch, session, tie)
+		c.Candidate = least(views, minMatch, session, tie)
 		if c.Candidate < 0 {
 			break
 		}

@@ -29,6 +29,8 @@ const (
 	// fillDefault, in tokens, is over how much work a replica's share of it is
 	// remembered while its capacity is not known.
 	fillDefault = 1e6
+
+	meanOver = 64 // requests that the mean work of a request is over
 )
 
 // A load is the account of a replica: what this process sent there and has not
@@ -206,9 +208,22 @@ func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) []
 	return append(passed, a)
 }
 
+// foreign is the work that others are reported to have queued there, as far as
+// the replica should not have done it meanwhile.
+func (l *load) foreign(g *group, now time.Time) float64 {
+	if l.queue == 0 {
+		return 0
+	}
+	left := l.queue - max(now.Sub(l.queuedAt).Seconds(), 0)*g.speed.rate()*l.pace(g)
+	if left <= 0 {
+		l.queue = 0
+	}
+	return max(left, 0)
+}
+
 // pending is the work ahead of a new request: uncached tokens sent and without
 // output, less what should have been prefilled of the first since the last
-// output, plus what was refused and what others are reported to have queued.
+// output, plus what was refused and what others have queued.
 func (l *load) pending(g *group, now time.Time) float64 {
 	rate := g.speed.rate() * l.pace(g)
 	work := l.backlog
@@ -224,15 +239,7 @@ func (l *load) pending(g *group, now time.Time) float64 {
 		}
 	}
 	l.penalties = kept
-	if l.queue > 0 {
-		age := max(now.Sub(l.queuedAt), 0)
-		if left := l.queue - age.Seconds()*rate; left > 0 && age < reportTime {
-			work += left
-		} else {
-			l.queue = 0
-		}
-	}
-	return work
+	return work + l.foreign(g, now)
 }
 
 // filled is the uncached work given lately, decayed over one capacity.
@@ -244,5 +251,6 @@ func (l *load) filled(g *group, capacity float64) float64 {
 func (l *load) give(g *group, tokens, capacity float64, n int) {
 	l.fill, l.filledAt = l.filled(g, capacity)+tokens, g.clock
 	g.clock += tokens / float64(n)
-	g.mean += (tokens - g.mean) / 64
+	g.given = min(g.given+1, meanOver)
+	g.mean += (tokens - g.mean) / g.given
 }

@@ -6,17 +6,19 @@ import (
 	"github.com/prefix-affinity/caddy/prefixhash"
 )
 
-// The constants of the rule, in tokens of prefill work at 8,000 tokens a
-// second; BENCHMARKS.md shows what changing each one does.
+// The constants of the rule, in tokens of prefill work where they have a unit;
+// BENCHMARKS.md shows what changing each one does.
 const (
-	alphaSlope = 2    // alpha grows by that for each request waiting a replica
-	alphaMost  = 10   // and no further
-	alphaBlind = 4    // where first outputs can't be seen
-	beta       = 0.05 // prompt tokens in flight slow decoding and fill the memory
-	gamma      = 300  // and so does each request
-	bandLeast  = 100  // costs that differ by less are equal,
-	bandShare  = 0.02 // or by less than this share
-	stay       = 2000 // what staying with its session may cost a request whose match is no worse there
+	alphaSlope  = 2    // alpha grows by that for each request waiting a replica,
+	alphaMost   = 10   // to no more than this,
+	alphaIdle   = 1    // as if no more than one were waiting where none is,
+	alphaQueue  = 2    // two more for each that is,
+	alphaMemory = 8    // and eight more where prompts in flight fill the cache
+	beta        = 0.05 // prompt tokens in flight slow decoding and fill the memory
+	gamma       = 300  // and so does each request
+	bandLeast   = 1    // costs that differ by less are equal,
+	bandShare   = 0    // or by less than this share
+	stay        = 2000 // what staying with its session may cost a request whose match is no worse there
 )
 
 // view is a candidate as the rule sees it.
@@ -26,53 +28,57 @@ type view struct {
 	inFlight int
 	blocks   int    // known of the prompt
 	matched  uint32 // bytes of it believed cached
+	queue    float64 // requests before their first output
 	cost     float64
 }
 
 // weigh sets what the request would cost on each usable candidate:
 //
-//	cost = (pending + alpha*uncached) / pace + beta*prompt + gamma*in flight
+//	cost  = (pending + alpha*uncached) / pace + beta*prompt + gamma*in flight
+//	alpha = min(10, 1 + 2*min(waiting/N, 1 + 2*queue + 8*prompt/capacity))
 //
 // in prompt tokens of prefill work, where pending is the uncached work queued
-// there net of its progress, uncached the request's own beyond the match, pace
-// the replica's prefill speed as a multiple of its fleet's, prompt the prompt
-// tokens in flight there, and
+// at the candidate net of its progress, uncached the request's own beyond the
+// match, pace the candidate's prefill speed as a multiple of its fleet's, prompt
+// the prompt tokens in flight there, queue its requests before their first
+// output, and waiting those of all N candidates.
 //
-//	alpha = min(10, 1 + 2*waiting/N)
+// alpha = 1 would take the shortest time to first token. That is unstable: it
+// ignores that computing a prefix again delays everyone behind and evicts what
+// others come back for. So the more requests wait in the fleet, the dearer it
+// gets, but on a replica with neither a queue nor a full memory it harms few,
+// and a prefix that is in demand spreads there. An idle fleet follows the
+// longest match, and a queue that outweighs the match sends the request
+// elsewhere.
 //
-// with waiting requests before their first output on N candidates. An idle
-// fleet so follows the longest match; the more requests wait, the dearer it is
-// to compute a prefix twice; and a queue that outweighs the match sends the
-// request elsewhere. alpha = 1, the expected time to first token, is unstable:
-// it ignores that recomputing delays everyone behind.
-//
-// Source: search over published policies and public traces by replay
-// (integration/replay); BENCHMARKS.md has its results.
-func weigh(views []view, g *group, rule *Rule, prompt float64, blind bool, now time.Time) {
-	waiting, n := 0, 0
+// Source: found by replay of public traces (integration/replay), starting from
+// the cost alpha*uncached + backlog of published routers; BENCHMARKS.md has
+// the results and what each constant does.
+func weigh(views []view, g *group, rule *Rule, prompt float64, now time.Time) {
+	waiting, n := 0.0, 0.0
 	for i := range views {
 		if views[i].usable {
-			waiting += views[i].r.load.waiting
+			views[i].queue = float64(views[i].r.load.waiting)
+			if others := views[i].r.load.foreign(g, now); others > 0 {
+				views[i].queue += others / max(g.mean, 1)
+			}
+			waiting += views[i].queue
 			n++
 		}
 	}
-	alpha := rule.Alpha
-	switch {
-	case alpha > 0:
-	case blind:
-		alpha = alphaBlind
-	default:
-		alpha = min(alphaMost, 1+alphaSlope*float64(waiting)/float64(n))
-	}
-	scale := g.speed.rate() / speedDefault
 	for i := range views {
 		v := &views[i]
 		if !v.usable {
 			continue
 		}
 		l := &v.r.load
+		alpha := rule.Alpha
+		if alpha == 0 {
+			harm := alphaIdle + alphaQueue*v.queue + alphaMemory*l.prompt/v.r.limit()
+			alpha = min(alphaMost, 1+alphaSlope*min(waiting/n, harm))
+		}
 		v.cost = (l.pending(g, now)+alpha*uncached(prompt, v.matched))/l.pace(g) +
-			beta*l.prompt + gamma*scale*float64(v.inFlight)
+			beta*l.prompt + gamma*float64(v.inFlight)
 	}
 }
 
@@ -86,7 +92,7 @@ func uncached(prompt float64, matched uint32) float64 {
 // requests in flight, and the one for which tie is least; never the first in
 // the list for being first. The session's replica comes before all that as long
 // as it does not cost much more.
-func least(views []view, g *group, minMatch uint32, session int, tie func(i int) float64) int {
+func least(views []view, minMatch uint32, session int, tie func(i int) float64) int {
 	best := -1
 	for i := range views {
 		if views[i].usable && (best < 0 || views[i].cost < views[best].cost) {
@@ -96,13 +102,12 @@ func least(views []view, g *group, minMatch uint32, session int, tie func(i int)
 	if best < 0 {
 		return -1
 	}
-	scale := g.speed.rate() / speedDefault
 	lowest, floor := views[best].cost, views[best].matched
 	within := func(i int, allowance float64) bool {
 		v := &views[i]
 		return v.usable && v.cost <= lowest+allowance && (v.matched >= floor || floor < minMatch)
 	}
-	if session >= 0 && within(session, stay*scale) {
+	if session >= 0 && within(session, stay) {
 		return session
 	}
 	rank := func(i int) (match uint32, inFlight int, last float64) {
@@ -110,7 +115,7 @@ func least(views []view, g *group, minMatch uint32, session int, tie func(i int)
 	}
 	match, inFlight, last := rank(best)
 	for i := range views {
-		if !within(i, max(bandLeast*scale, bandShare*lowest)) {
+		if !within(i, max(bandLeast, bandShare*lowest)) {
 			continue
 		}
 		m, n, t := rank(i)
