@@ -214,11 +214,13 @@ func (l *load) foreign(g *group, now time.Time) float64 {
 	if l.queue == 0 {
 		return 0
 	}
-	left := l.queue - max(now.Sub(l.queuedAt).Seconds(), 0)*g.speed.rate()*l.pace(g)
-	if left <= 0 {
+	age := max(now.Sub(l.queuedAt), 0)
+	left := l.queue - age.Seconds()*g.speed.rate()*l.pace(g)
+	if left <= 0 || age >= reportTime {
 		l.queue = 0
+		return 0
 	}
-	return max(left, 0)
+	return left
 }
 
 // pending is the work ahead of a new request: uncached tokens sent and without

@@ -26,8 +26,8 @@ type view struct {
 	r        *Replica
 	usable   bool
 	inFlight int
-	blocks   int    // known of the prompt
-	matched  uint32 // bytes of it believed cached
+	blocks   int     // known of the prompt
+	matched  uint32  // bytes of it believed cached
 	queue    float64 // requests before their first output
 	cost     float64
 }
