@@ -490,7 +490,12 @@ func TestPrivacy(t *testing.T) {
 			t.Errorf("%s: %v, or it holds what it must not", path, err)
 		}
 	}
-	res, err := http.Post(s.Admin+"/prefix_affinity/lookup?scope=TENANTMARKER", "application/json", strings.NewReader(body))
+	ask, err := http.NewRequest(http.MethodPost, s.Admin+"/prefix_affinity/lookup", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ask.Header.Set("Authorization", "TENANTMARKER")
+	res, err := http.DefaultClient.Do(ask)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -498,5 +503,16 @@ func TestPrivacy(t *testing.T) {
 	res.Body.Close()
 	if err != nil || res.StatusCode != http.StatusOK || bytes.Contains(answer, []byte("MARKER")) {
 		t.Errorf("lookup: %v %s", err, answer)
+	}
+	if !bytes.Contains(answer, []byte(`"reason":"affinity"`)) {
+		t.Errorf("the tenant's prompt is not found: %s", answer)
+	}
+	if log, err = s.Log(); err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(log) {
+		if strings.Contains(line, "/prefix_affinity/lookup") && strings.Contains(line, "MARKER") {
+			t.Errorf("logged: %s", line)
+		}
 	}
 }

@@ -29,6 +29,10 @@ func init() {
 //	POST /prefix_affinity/undrain?upstream=<address>
 //	POST /prefix_affinity/forget?upstream=<address>
 //
+// A lookup where the policy has a scope takes the tenant from the Authorization
+// header: Caddy logs the requests of its admin endpoint, but not what stands
+// there.
+//
 // Answers are JSON. They hold counts and addresses, never text of a prompt, a
 // key or a hash.
 type adminAPI struct{}
@@ -239,7 +243,7 @@ func lookup(r *http.Request) (any, error) {
 	if path == "" {
 		path = "/v1/chat/completions"
 	}
-	scope := r.URL.Query().Get("scope")
+	scope := r.Header.Get("Authorization")
 	policies := livePolicies()
 	var most int64
 	for _, p := range policies {

@@ -60,7 +60,7 @@ of the engine.`,
 			}
 			root.AddCommand(
 				subcommand("status", "Shows every upstream", cobra.NoArgs, func(c client, _ *cobra.Command, _ []string) error {
-					return c.show(http.MethodGet, "upstreams", nil, nil, printStatus)
+					return c.show(http.MethodGet, "upstreams", nil, nil, nil, printStatus)
 				}),
 				uiCommand(),
 				lookupCommand(),
@@ -116,7 +116,11 @@ func lookupCommand() *cobra.Command {
 			defer file.Close()
 			body = file
 		}
-		return c.show(http.MethodPost, "lookup", url.Values{"path": {path}, "scope": {scope}}, body, printLookup)
+		header := make(http.Header)
+		if scope != "" {
+			header.Set("Authorization", scope) // a URL would be logged
+		}
+		return c.show(http.MethodPost, "lookup", url.Values{"path": {path}}, header, body, printLookup)
 	})
 	cmd.Flags().StringVar(&path, "path", "/v1/chat/completions", "The path that the request is sent to")
 	cmd.Flags().StringVar(&scope, "scope", "", "The tenant, where the policy has a scope")
@@ -130,7 +134,7 @@ func upstreamCommand(name, short, done string) *cobra.Command {
 		if force {
 			query.Set("force", "true")
 		}
-		return c.show(http.MethodPost, name, query, nil, func(w io.Writer, _ []byte) error {
+		return c.show(http.MethodPost, name, query, nil, nil, func(w io.Writer, _ []byte) error {
 			_, err := fmt.Fprintf(w, done, args[0])
 			return err
 		})
@@ -158,12 +162,12 @@ func newClient(cmd *cobra.Command) (client, error) {
 }
 
 // show prints the answer to a request, as it came or in words.
-func (c client) show(method, route string, query url.Values, body io.Reader, pretty func(io.Writer, []byte) error) error {
+func (c client) show(method, route string, query url.Values, header http.Header, body io.Reader, pretty func(io.Writer, []byte) error) error {
 	uri := "/prefix_affinity/" + route
 	if len(query) > 0 {
 		uri += "?" + query.Encode()
 	}
-	res, err := caddycmd.AdminAPIRequest(c.address, method, uri, nil, body)
+	res, err := caddycmd.AdminAPIRequest(c.address, method, uri, header, body)
 	if err != nil {
 		return err
 	}

@@ -194,8 +194,13 @@ async function lookup(page, body, holder) {
 	await page.getByRole("button", { name: "Clear" }).click();
 	assert.equal((await answer.textContent()) + (await page.locator("#body").inputValue()), "");
 	await page.locator("#body").fill("nonsense");
+	await page.getByLabel("Tenant").fill("Bearer key");
+	const asked = page.waitForRequest(/lookup/);
 	await page.getByRole("button", { name: "Look up" }).click();
 	await answer.getByText("No prompt to go by").waitFor();
+	const request = await asked;
+	assert.equal(await request.headerValue("Authorization"), "Bearer key");
+	assert(!/key/.test(request.url()), `the tenant is in ${request.url()}, which Caddy logs`);
 	await page.getByText("Who holds this prompt?").click();
 }
 

@@ -155,8 +155,8 @@ func digest(page, element string) string {
 	return "sha256-" + base64.StdEncoding.EncodeToString(sum[:])
 }
 
-// forwarder passes requests on to the admin endpoint: method, path, query and
-// body, and no header of the browser's.
+// forwarder passes requests on to the admin endpoint: method, path, query, body,
+// and of the headers only the one in which a lookup may name a tenant.
 type forwarder struct {
 	admin  Admin
 	client *http.Client
@@ -184,11 +184,14 @@ func (f forwarder) send(r *http.Request) (*http.Response, error) {
 		return nil, err
 	}
 	req.ContentLength = r.ContentLength
+	if tenant := r.Header.Get("Authorization"); tenant != "" {
+		req.Header.Set("Authorization", tenant)
+	}
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Origin", "http://"+to.Host) // the endpoint may insist on one
 	res, err := f.client.Do(req)                // #nosec G704 -- likewise
 	if failed, ok := errors.AsType[*url.Error](err); ok {
-		return nil, failed.Err // without the URL, in which a tenant may be named
+		return nil, failed.Err // the URL is no news
 	}
 	return res, err
 }

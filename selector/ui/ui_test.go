@@ -36,7 +36,7 @@ func newCaddy(t *testing.T, answer http.HandlerFunc) *caddy {
 			t.Error(err)
 		}
 		c.mu.Lock()
-		c.seen = append(c.seen, fmt.Sprintf("%s %s %s Origin=%s Cookie=%s %s", r.Method, r.URL, r.Host, r.Header.Get("Origin"), r.Header.Get("Cookie"), body))
+		c.seen = append(c.seen, fmt.Sprintf("%s %s %s Origin=%s Secrets=%s %s", r.Method, r.URL, r.Host, r.Header.Get("Origin"), r.Header.Get("Cookie")+r.Header.Get("Authorization"), body))
 		c.mu.Unlock()
 		answer(w, r)
 	}))
@@ -145,7 +145,7 @@ func TestForwarding(t *testing.T) {
 		asked              string // of Caddy; "": nothing
 	}{
 		{"GET", "/prefix_affinity/upstreams?", "", 200, "GET /prefix_affinity/upstreams"},
-		{"POST", "/prefix_affinity/lookup?path=%2Fapi%2Fchat&scope=a%26b", `{"messages":[]}`, 200, "POST /prefix_affinity/lookup?path=%2Fapi%2Fchat&scope=a%26b"},
+		{"POST", "/prefix_affinity/lookup?path=%2Fapi%2Fchat", `{"messages":[]}`, 200, "POST /prefix_affinity/lookup?path=%2Fapi%2Fchat"},
 		{"POST", "/prefix_affinity/drain?upstream=10.0.0.1:8000&force=true", "", 200, "POST /prefix_affinity/drain?upstream=10.0.0.1:8000&force=true"},
 		{"POST", "/prefix_affinity/undrain?upstream=10.0.0.1:8000", "", 200, "POST /prefix_affinity/undrain?upstream=10.0.0.1:8000"},
 		{"POST", "/prefix_affinity/forget?upstream=10.0.0.1:8000", "", 200, "POST /prefix_affinity/forget?upstream=10.0.0.1:8000"},
@@ -160,13 +160,13 @@ func TestForwarding(t *testing.T) {
 		{"GET", "/prefix_affinity/..%2f..%2fconfig/", "", 404, ""},
 		{"POST", "/", "", 405, ""},
 	} {
-		status, _, _ := do(t, test.method, url+test.path, test.body, "Cookie: secret", "Origin: "+url)
+		status, _, _ := do(t, test.method, url+test.path, test.body, "Cookie: secret", "Authorization: tenant", "Origin: "+url)
 		if status != test.status {
 			t.Errorf("%s %s: status %d, want %d", test.method, test.path, status, test.status)
 		}
 		want := test.asked
 		if want != "" {
-			want += fmt.Sprintf(" %s Origin=http://%[1]s Cookie= %s", c.address(), test.body)
+			want += fmt.Sprintf(" %s Origin=http://%[1]s Secrets=tenant %s", c.address(), test.body)
 		}
 		if asked := strings.Replace(c.took(), "upstreams? ", "upstreams ", 1); asked != want {
 			t.Errorf("%s %s: Caddy was asked\n%s, want\n%s", test.method, test.path, asked, want)
@@ -259,8 +259,8 @@ func TestErrors(t *testing.T) {
 		c := newCaddy(t, ok)
 		c.Close()
 		url, _ := run(t, "localhost:0", Admin{"tcp", c.address()})
-		status, body, _ := do(t, http.MethodPost, url+"/prefix_affinity/lookup?scope=SECRET", "")
-		if said := text(t, body); status != http.StatusBadGateway || !strings.Contains(said, c.address()) || strings.Contains(said, "SECRET") {
+		status, body, _ := do(t, http.MethodPost, url+"/prefix_affinity/lookup?path=/api/chat", "")
+		if said := text(t, body); status != http.StatusBadGateway || !strings.Contains(said, c.address()+": ") || strings.Contains(said, "/api/chat") {
 			t.Errorf("status %d: %s", status, body)
 		}
 	})
