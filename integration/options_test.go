@@ -284,8 +284,8 @@ func twoUpstreams(t *testing.T, options ...string) (*site, []string) {
 
 func TestEveryOptionHasItsEffect(t *testing.T) {
 	config := reflect.TypeFor[selector.Config]()
-	for i := range config.NumField() {
-		name, _, _ := strings.Cut(config.Field(i).Tag.Get("json"), ",")
+	for field := range config.Fields() {
+		name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
 		e, ok := effects[name]
 		if !ok {
 			t.Errorf("option %s has no test", name)

@@ -167,15 +167,16 @@ func start(policies []*policy, upstreams string) (*proxy, error) {
 	if p.admin, err = harness.FreeAddr(); err != nil {
 		return nil, err
 	}
-	config := fmt.Sprintf("{\n\tadmin %s\n\tpersist_config off\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n", p.admin)
+	var config strings.Builder
+	fmt.Fprintf(&config, "{\n\tadmin %s\n\tpersist_config off\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n", p.admin)
 	for _, policy := range policies {
 		if policy.addr, err = harness.FreeAddr(); err != nil {
 			return nil, err
 		}
-		config += fmt.Sprintf("http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t}\n}\n", policy.addr, upstreams, policy.proxy)
+		fmt.Fprintf(&config, "http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t}\n}\n", policy.addr, upstreams, policy.proxy)
 	}
 	file := filepath.Join(dir, "Caddyfile")
-	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
+	if err := os.WriteFile(file, []byte(config.String()), 0o600); err != nil {
 		return nil, err
 	}
 	p.cmd = exec.Command(os.Args[0]) //nolint:gosec // itself
@@ -238,7 +239,7 @@ func (p *proxy) compare(s setting, policies []*policy) (cpu []float64, err error
 		}
 	}
 	ratio := func(i int, of func(figures) float64) float64 {
-		var ratios []float64
+		ratios := make([]float64, 0, len(measured[i]))
 		for round := range measured[i] {
 			ratios = append(ratios, of(measured[i][round])/of(measured[0][round]))
 		}
@@ -246,7 +247,7 @@ func (p *proxy) compare(s setting, policies []*policy) (cpu []float64, err error
 		return ratios[len(ratios)/2]
 	}
 	median := func(i int, of func(figures) float64) float64 {
-		var values []float64
+		values := make([]float64, 0, len(measured[i]))
 		for _, f := range measured[i] {
 			values = append(values, of(f))
 		}
