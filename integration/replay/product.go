@@ -22,7 +22,7 @@ type product struct {
 	unseen   float64 // share of the requests that go past the gateway, at random
 	rule     affinity.Rule
 
-	fleets []*gateway
+	gates  []*gateway
 	chains map[*traced][]prefixhash.Block
 	rogue  roundRobin
 }
@@ -83,7 +83,7 @@ func (p *product) start(s *sim) {
 		for i := range s.replicas {
 			g.cands = append(g.cands, affinity.Candidate{Replica: f.Replica(fmt.Sprintf("10.0.0.%d:8000", i+1))})
 		}
-		p.fleets = append(p.fleets, g)
+		p.gates = append(p.gates, g)
 	}
 	p.chains = make(map[*traced][]prefixhash.Block, len(s.jobs))
 }
@@ -109,13 +109,13 @@ func (p *product) key(s *sim, q *traced) prefixhash.Key {
 func (p *product) streamed(q *traced) bool { return chance(q.id, 1) < p.streams }
 
 func (p *product) pick(s *sim, j *job) int {
-	if p.fleets == nil {
+	if p.gates == nil {
 		p.start(s)
 	}
 	if chance(j.id, 2) < p.unseen {
 		return p.rogue.pick(s, j)
 	}
-	g := p.fleets[mix(uint64(j.id)+99)%uint64(p.gateways)]
+	g := p.gates[mix(uint64(j.id)+99)%uint64(p.gateways)]
 	for i, r := range s.replicas {
 		g.cands[i].State = affinity.Available
 		if !r.up {

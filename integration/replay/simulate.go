@@ -19,7 +19,6 @@ type setting struct {
 	slow     float64 // > 0: replica 0 prefills at this share of the rate
 	small    float64 // > 0: replica 0 has this share of the memory
 	fails    bool    // replica 0 fails at 40 % of the span and is back, empty, at 50 %
-	restarts int     // replicas that lose their cache, evenly over the span, without a sign
 }
 
 // job is a request on its way.
@@ -66,7 +65,6 @@ type sim struct {
 	events   events
 	serial   int
 	jobs     []*job
-	started  int // restarts so far
 }
 
 // policy routes. What it is told is what a streaming proxy sees.
@@ -85,7 +83,6 @@ const (
 	ends
 	fails
 	returns
-	restarts
 )
 
 type event struct {
@@ -157,13 +154,10 @@ func simulate(t *trace, c setting, p policy) *sim {
 		s.at(0.4*span, fails, nil, s.replicas[0])
 		s.at(0.5*span, returns, nil, s.replicas[0])
 	}
-	for i := range c.restarts {
-		s.at(span*float64(i+1)/float64(c.restarts+1), restarts, nil, s.replicas[i%c.replicas])
-	}
 	for left := len(s.jobs); left > 0; {
 		e := heap.Pop(&s.events).(event)
 		s.now = e.at
-		if e.kind != arrives && e.kind != returns && e.kind != restarts && e.epoch != e.replica.epoch {
+		if e.kind != arrives && e.kind != returns && e.epoch != e.replica.epoch {
 			continue
 		}
 		switch e.kind {
@@ -177,10 +171,6 @@ func simulate(t *trace, c setting, p policy) *sim {
 		case fails:
 			s.fail(e.replica)
 		case returns:
-			e.replica.up = true
-		case restarts:
-			s.started++
-			s.fail(e.replica)
 			e.replica.up = true
 		}
 	}
@@ -347,7 +337,7 @@ func percentile(x []float64, p float64) float64 {
 // pace returns the speedup that puts the scarcest of prefill time, KV memory
 // and slots at a load, as far as one pooled cache could serve it.
 func pace(t *trace, c setting, load float64) float64 {
-	c.pooled, c.slow, c.small, c.seed, c.fails, c.restarts = true, 0, 0, 0, false, 0
+	c.pooled, c.slow, c.small, c.seed, c.fails = true, 0, 0, 0, false
 	c.speedup = load * float64(c.replicas) * c.rate * t.span / float64(t.tokens) // as if nothing hit
 	for range 3 {
 		r := simulate(t, c, newKnowing(false)).result()

@@ -1,0 +1,158 @@
+package main
+
+import (
+	"encoding/csv"
+	"fmt"
+	"html"
+	"io"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+)
+
+// outcome is the result of one run.
+type outcome struct {
+	workload string
+	cache    string
+	load     float64
+	draw     uint64
+	policy   string
+	setting  setting
+	result
+	capacity float64 // tokens, as the product sees it in the end, replicas' mean
+}
+
+// setting's name in tables.
+func (o *outcome) where() string {
+	return fmt.Sprintf("%s, %d replicas, cache %s, load %g", o.workload, o.setting.replicas, o.cache, o.load)
+}
+
+// table writes a table for each setting, the draws' median in each field, and
+// at the end all settings as ratios to the pooled bound.
+func table(w io.Writer, all []*outcome) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	median := func(where, policy string, field func(*outcome) float64) float64 {
+		var x []float64
+		for _, o := range all {
+			if o.where() == where && o.policy == policy {
+				x = append(x, field(o))
+			}
+		}
+		slices.Sort(x)
+		return x[len(x)/2]
+	}
+	wheres, policies := distinct(all, (*outcome).where), distinct(all, func(o *outcome) string { return o.policy })
+	for _, where := range wheres {
+		fmt.Fprintf(t, "%s\n\thit %%\tmean TTFT s\tp50\tp90\tp99\tbusiest/mean\thit %% by replica\tprefill Mtok\t\n", where)
+		for _, p := range policies {
+			f := func(field func(*outcome) float64) float64 { return median(where, p, field) }
+			fmt.Fprintf(t, "%s\t%.1f\t%.3f\t%.3f\t%.2f\t%.2f\t%.2f\t%.0f-%.0f\t%.1f\t\n", p,
+				100*f(func(o *outcome) float64 { return o.hit }), f(func(o *outcome) float64 { return o.mean }),
+				f(func(o *outcome) float64 { return o.p50 }), f(func(o *outcome) float64 { return o.p90 }),
+				f(func(o *outcome) float64 { return o.p99 }), f(func(o *outcome) float64 { return o.busy }),
+				100*f(func(o *outcome) float64 { return o.leastHit }), 100*f(func(o *outcome) float64 { return o.mostHit }),
+				f(func(o *outcome) float64 { return float64(o.prefill) / 1e6 }))
+		}
+		fmt.Fprintln(t)
+	}
+	if !slices.Contains(policies, "pooled") {
+		return t.Flush()
+	}
+	fmt.Fprintf(t, "against the pooled bound (geometric means, at most 50)\n\thit\tmean TTFT\tp99\t\n")
+	for _, p := range policies {
+		ratio := func(field func(*outcome) float64) float64 {
+			sum := 0.0
+			for _, where := range wheres {
+				sum += math.Log(min(median(where, p, field)/max(median(where, "pooled", field), 1e-6), 50))
+			}
+			return math.Exp(sum / float64(len(wheres)))
+		}
+		fmt.Fprintf(t, "%s\t%.3f\t%.2f\t%.2f\t\n", p, ratio(func(o *outcome) float64 { return max(o.hit, 1e-6) }),
+			ratio(func(o *outcome) float64 { return o.mean }), ratio(func(o *outcome) float64 { return o.p99 }))
+	}
+	return t.Flush()
+}
+
+// distinct returns the values of a field in the order of their coming.
+func distinct(all []*outcome, field func(*outcome) string) []string {
+	var names []string
+	for _, o := range all {
+		if n := field(o); !slices.Contains(names, n) {
+			names = append(names, n)
+		}
+	}
+	return names
+}
+
+// writeCSV writes a line for each run.
+func writeCSV(w io.Writer, all []*outcome) error {
+	c := csv.NewWriter(w)
+	lines := [][]string{{
+		"workload", "replicas", "cache", "cache_tokens", "load", "draw", "speedup", "policy", "hit", "ttft_mean", "ttft_p50", "ttft_p90",
+		"ttft_p99", "busiest_to_mean", "requests_most_to_mean", "replica_hit_least", "replica_hit_most", "prefill_tokens", "ttft_p99_after_failure",
+		"capacity_learned",
+	}}
+	for _, o := range all {
+		line := []string{o.workload, strconv.Itoa(o.setting.replicas), o.cache, strconv.Itoa(o.setting.capacity), number(o.load),
+			strconv.FormatUint(o.draw, 10), number(o.setting.speedup), o.policy}
+		for _, x := range []float64{o.hit, o.mean, o.p50, o.p90, o.p99, o.busy, o.requests, o.leastHit, o.mostHit, float64(o.prefill), o.afterP99, o.capacity} {
+			line = append(line, number(x))
+		}
+		lines = append(lines, line)
+	}
+	return c.WriteAll(lines)
+}
+
+func number(x float64) string { return strconv.FormatFloat(x, 'g', 6, 64) }
+
+// chart draws mean TTFT as bars on a logarithmic scale, a group for each
+// setting, with the hit ratio beside them.
+func chart(w io.Writer, all []*outcome) error {
+	const row, left, width, gap = 18, 150, 620, 34
+	wheres, policies := distinct(all, (*outcome).where), distinct(all, func(o *outcome) string { return o.policy })
+	least, most := math.Inf(1), 0.0
+	for _, o := range all {
+		least, most = min(least, max(o.mean, 1e-3)), max(most, o.mean)
+	}
+	least, most = math.Floor(math.Log10(least)), math.Ceil(math.Log10(most)+0.05)
+	at := func(seconds float64) float64 {
+		return left + width*(math.Log10(max(seconds, 1e-3))-least)/(most-least)
+	}
+	height := len(wheres)*(len(policies)*row+gap) + 60
+	var b strings.Builder
+	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12" role="img">`, left+width+90, height)
+	fmt.Fprintf(&b, "\n<title>Mean time to first token and hit ratio, by workload and policy</title>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n")
+	for d := least; d <= most; d++ {
+		x := at(math.Pow(10, d))
+		fmt.Fprintf(&b, `<line x1="%.1f" x2="%.1f" y1="20" y2="%d" stroke="#ddd"/><text x="%.1f" y="14" text-anchor="middle" fill="#555">%g s</text>`+"\n", x, x, height-30, x, math.Pow(10, d))
+	}
+	y := 24
+	for _, where := range wheres {
+		fmt.Fprintf(&b, `<text x="8" y="%d" font-weight="bold">%s</text>`+"\n", y+14, html.EscapeString(where))
+		y += 22
+		for _, p := range policies {
+			for _, o := range all {
+				if o.where() != where || o.policy != p {
+					continue
+				}
+				fill := "#9aa7b5"
+				switch {
+				case strings.HasPrefix(p, "prefix_affinity"):
+					fill = "#1f6feb"
+				case p == "pooled" || p == "clairvoyant":
+					fill = "#d5dae0"
+				}
+				fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text><rect x="%d" y="%d" width="%.1f" height="%d" fill="%s"/><text x="%.1f" y="%d">%.2f s, %.0f %%</text>`+"\n",
+					left-6, y+12, html.EscapeString(p), left, y+2, max(at(o.mean)-left, 1), row-5, fill, at(o.mean)+5, y+12, o.mean, 100*o.hit)
+				break
+			}
+			y += row
+		}
+		y += gap - 22
+	}
+	fmt.Fprintf(&b, `<text x="%d" y="%d" fill="#555">mean time to first token (logarithmic), hit ratio; pooled and clairvoyant are bounds, not policies</text>`+"\n</svg>\n", left, height-10)
+	_, err := io.WriteString(w, b.String())
+	return err
+}
