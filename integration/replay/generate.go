@@ -21,7 +21,7 @@ const generatedBlock = 256 // tokens
 
 // generate draws a workload.
 func generate(name string, seed uint64) *trace {
-	w := &writer{rng: rand.New(rand.NewPCG(seed, mix(uint64(len(name)))))}
+	w := &writer{rng: newRand(seed)}
 	generated[name](w)
 	slices.SortStableFunc(w.rows, func(a, b row) int {
 		if a.T < b.T {
@@ -138,3 +138,5 @@ func unique(w *writer) {
 		w.send(w.rng.Float64()*1500, w.more(text{}, w.about(3000)), w.about(200), -1)
 	}
 }
+
+func newRand(seed uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, 1)) }
