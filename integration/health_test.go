@@ -191,24 +191,24 @@ func TestAllFull(t *testing.T) {
 // leaves the others' conversations alone.
 //
 // One replica prefills 8,000 tokens/s. Every request for the hot prefix of
-// 1,000 tokens adds 400 new ones, so that one replica serves 20 of them a
-// second; 40 come, evenly spaced, until there were 100. Beside them 12
-// conversations of 1,500 tokens go on, ten turns of them a second.
+// 4,000 tokens adds 400 new ones, so that one replica serves 20 of them a
+// second; 40 come, evenly spaced, until there were 100. Beside them 8
+// conversations of 4,000 tokens go on, ten turns of them a second.
 func TestHotPrefix(t *testing.T) {
 	const (
 		requests = 100
 		interval = time.Second / 40
-		others   = 12
+		others   = 8
 	)
 	config := engine.Config{PrefillRate: 8000, InterToken: time.Millisecond, OutputTokens: 4}
 	type call struct{ pin, body string }
-	prefix := words("hot", 4000)
+	prefix := words("hot", 16_000)
 	hot, turns := make([]call, requests), make([]call, others+requests/4)
 	for i := range hot {
 		hot[i] = call{"hot", chat(true, prefix, "yes", words(fmt.Sprintf("question %d", i), 1600))}
 	}
 	for i := range turns {
-		history := []string{words(fmt.Sprintf("other %d", i%others), 6000)}
+		history := []string{words(fmt.Sprintf("other %d", i%others), 16_000)}
 		for turn := range i / others {
 			history = append(history, "yes", words(fmt.Sprintf("turn %d", turn), 100))
 		}
