@@ -169,6 +169,10 @@ func TestAdminAPI(t *testing.T) {
 					Address       string `json:"address"`
 					MatchedTokens int    `json:"matched_tokens"`
 				} `json:"upstreams"`
+				Parts []struct {
+					Kind string `json:"kind"`
+					Role string `json:"role"`
+				} `json:"parts"`
 			}
 			if status := s.admin(t, http.MethodPost, "lookup", body, &answers); status != http.StatusOK || len(answers) != 1 {
 				t.Fatalf("status %d, %d answers", status, len(answers))
@@ -176,6 +180,15 @@ func TestAdminAPI(t *testing.T) {
 			a := answers[0]
 			if a.Upstream != holder || a.Reason != "affinity" || a.PromptTokens < 700 || a.PromptTokens > 900 {
 				t.Errorf("%+v, want %s", a, holder)
+			}
+			var roles []string
+			for _, part := range a.Parts {
+				if part.Kind == "text" {
+					roles = append(roles, part.Role)
+				}
+			}
+			if !slices.Equal(roles, []string{"user", "assistant", "user"}) {
+				t.Errorf("parts %+v", a.Parts)
 			}
 			for _, u := range a.Upstreams {
 				if (u.Address == holder) != (u.MatchedTokens > 600) {

@@ -231,6 +231,16 @@ type lookupAnswer struct {
 	Reason   string `json:"reason,omitempty"`
 
 	Upstreams []lookupUpstream `json:"upstreams"`
+	Parts     []lookupPart     `json:"parts,omitempty"`
+}
+
+// lookupPart is a part of the prompt as it was understood, in bytes of the prompt.
+type lookupPart struct {
+	Kind   string `json:"kind"`
+	Role   string `json:"role,omitempty"`
+	Start  int    `json:"start"`
+	End    int    `json:"end"`
+	Blocks int    `json:"blocks"`
 }
 
 type lookupUpstream struct {
@@ -278,6 +288,10 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 		return answer
 	}
 	answer.Blocks, answer.PromptTokens = len(key.Blocks), key.Bytes/affinity.BytesPerToken
+	parts, _ := p.hasher().Explain(path, body, whole, scope) // of a body that is known to have a key
+	for _, part := range parts {
+		answer.Parts = append(answer.Parts, lookupPart{part.Kind, part.Role, part.Start, part.End, len(part.Blocks)})
+	}
 	now := time.Now()
 	var candidates []affinity.Candidate
 	for _, upstream := range p.upstreams(now) {

@@ -73,7 +73,7 @@ func TestDashboard(t *testing.T) {
 			}, func() bool { return len(values) > 1 }) // the point of choosing
 		})
 	}
-	for _, q := range board.queries {
+	for _, q := range slices.Concat(board.queries, readmeQueries(t)) {
 		t.Run(q.panel+"/"+q.RefID, func(t *testing.T) {
 			var answer struct {
 				Result []struct {
@@ -127,6 +127,29 @@ func TestDashboard(t *testing.T) {
 // interpolate fills a query's variables in as Grafana does, with all chosen.
 func interpolate(query string) string {
 	return strings.NewReplacer("$gateway", ".*", "$replica", ".*", "$__rate_interval", "15s").Replace(query)
+}
+
+// readmeQueries returns the lines of the README's promql blocks. A run is too
+// short for their intervals.
+func readmeQueries(t *testing.T) (queries []query) {
+	t.Helper()
+	text, err := os.ReadFile("../../README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	inside := false
+	for line := range strings.Lines(string(text)) {
+		switch line = strings.TrimSpace(line); {
+		case strings.HasPrefix(line, "```"):
+			inside = line == "```promql"
+		case inside && line != "":
+			queries = append(queries, query{"README", strconv.Itoa(len(queries) + 1), strings.ReplaceAll(line, "[5m]", "[15s]"), ""})
+		}
+	}
+	if len(queries) == 0 {
+		t.Error("the README has no promql block")
+	}
+	return queries
 }
 
 type dashboard struct {
