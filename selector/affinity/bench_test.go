@@ -11,7 +11,9 @@ import (
 
 // benchKey is a prompt of 512 KB under a system prompt of 16 KB that every
 // replica holds; conversation c is at replica c modulo their number.
-func benchKey(c, blocks int) *prefixhash.Key { return keyOf(append(series(0, 64), series(c+1, blocks-64)...)...) }
+func benchKey(c, blocks int) *prefixhash.Key {
+	return keyOf(append(series(0, 64), series(c+1, blocks-64)...)...)
+}
 
 func warm(replicas, conversations, blocks int) (*fixture, []*prefixhash.Key) {
 	x := newFixture(replicas)

@@ -96,6 +96,23 @@ func TestSpread(t *testing.T) {
 			}
 		}
 	})
+	t.Run("cold/one after the other under a short system prompt", func(t *testing.T) {
+		x := newFixture(4)
+		x.rule.MinMatchTokens = 128
+		for i, n := range x.counts(200, func(i int) *prefixhash.Key { return keyOf(append([]int{7}, series(i, 16)...)...) }, serve(x)) {
+			if n < 30 || n > 70 {
+				t.Errorf("candidate %d got %d of 200", i, n)
+			}
+		}
+	})
+	t.Run("shared prefix/all caches are used in the end", func(t *testing.T) {
+		x := newFixture(4)
+		x.rule.CapacityTokens = 20_000
+		counts := x.counts(400, func(i int) *prefixhash.Key { return keyOf(append(series(0, 8), series(i+1, 8)...)...) }, serve(x))
+		if slices.Max(counts) > 250 {
+			t.Errorf("of 400 requests that share 512 tokens and bring 512 the candidates got %v", counts)
+		}
+	})
 	t.Run("cold/64 at once", func(t *testing.T) {
 		for _, blocks := range []int{1, 16, 200} {
 			x := newFixture(4)

@@ -13,11 +13,11 @@ const (
 	alphaMost   = 10   // to no more than this,
 	alphaIdle   = 1    // as if no more than one were waiting where none is,
 	alphaQueue  = 2    // two more for each that is,
-	alphaMemory = 8    // and eight more where prompts in flight fill the cache
+	alphaMemory = 8    // and eight more where prompts in flight fill the cache;
+	alphaGiven  = 0.5  // half more for each capacity of uncached tokens given lately
 	beta        = 0.05 // prompt tokens in flight slow decoding and fill the memory
 	gamma       = 300  // and so does each request
-	bandLeast   = 1    // costs that differ by less are equal,
-	bandShare   = 0    // or by less than this share
+	equal       = 1    // costs that differ by less are the same
 	stay        = 2000 // what staying with its session may cost a request whose match is no worse there
 )
 
@@ -34,14 +34,17 @@ type view struct {
 
 // weigh sets what the request would cost on each usable candidate:
 //
-//	cost  = (pending + alpha*uncached) / pace + beta*prompt + gamma*in flight
+//	cost  = (pending + (alpha + given/2)*uncached) / pace + beta*prompt + gamma*in flight
 //	alpha = min(10, 1 + 2*min(waiting/N, 1 + 2*queue + 8*prompt/capacity))
 //
 // in prompt tokens of prefill work, where pending is the uncached work queued
 // at the candidate net of its progress, uncached the request's own beyond the
 // match, pace the candidate's prefill speed as a multiple of its fleet's, prompt
 // the prompt tokens in flight there, queue its requests before their first
-// output, and waiting those of all N candidates.
+// output, waiting those of all N candidates, and given the uncached tokens sent
+// there lately, in capacities of its cache: they evict what others come back
+// for, so that at low load, too, all caches are used. A match too short to be
+// worth following counts as none.
 //
 // alpha = 1 would take the shortest time to first token. That is unstable: it
 // ignores that computing a prefix again delays everyone behind and evicts what
@@ -54,7 +57,7 @@ type view struct {
 // Source: found by replay of public traces (integration/replay), starting from
 // the cost alpha*uncached + backlog of published routers; BENCHMARKS.md has
 // the results and what each constant does.
-func weigh(views []view, g *group, rule *Rule, prompt float64, now time.Time) {
+func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, now time.Time) {
 	waiting, n := 0.0, 0.0
 	for i := range views {
 		if views[i].usable {
@@ -77,7 +80,12 @@ func weigh(views []view, g *group, rule *Rule, prompt float64, now time.Time) {
 			harm := alphaIdle + alphaQueue*v.queue + alphaMemory*l.prompt/v.r.limit()
 			alpha = min(alphaMost, 1+alphaSlope*min(waiting/n, harm))
 		}
-		v.cost = (l.pending(g, now)+alpha*uncached(prompt, v.matched))/l.pace(g) +
+		match := v.matched
+		if match < minMatch {
+			match = 0
+		}
+		given := l.filled(v.r.group.Load(), v.r.limit()) / v.r.limit()
+		v.cost = (l.pending(g, now)+(alpha+alphaGiven*given)*uncached(prompt, match))/l.pace(g) +
 			beta*l.prompt + gamma*float64(v.inFlight)
 	}
 }
@@ -115,7 +123,7 @@ func least(views []view, minMatch uint32, session int, tie func(i int) float64) 
 	}
 	match, inFlight, last := rank(best)
 	for i := range views {
-		if !within(i, max(bandLeast, bandShare*lowest)) {
+		if !within(i, equal) {
 			continue
 		}
 		m, n, t := rank(i)
