@@ -101,7 +101,7 @@ async function oddities(page, address) {
 		return [cells[0].innerText, cells[7].innerText, cells[8].innerText];
 	}, address);
 	for (const tag of ["draining, by the configuration", "2 restarts", "reports don't fit its cache size"]) assert(name.includes(tag), name);
-	assert.match(decisions, /affinity \d+ %/);
+	assert.match(decisions, /affinity\s\d+\s%/);
 	assert.equal(actions.trim(), "Forget");
 }
 
