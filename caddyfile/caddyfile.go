@@ -161,6 +161,9 @@ func fallback(d *caddyfile.Dispenser) (json.RawMessage, error) {
 		return nil, d.ArgErr()
 	}
 	name := d.Val()
+	if name == "prefix_affinity" {
+		return nil, d.Errf("invalid fallback '%s': should be another policy", name)
+	}
 	id := "http.reverse_proxy.selection_policies." + name
 	module, err := caddyfile.UnmarshalModule(d, id)
 	if err != nil {

@@ -73,6 +73,8 @@ func TestAdaptErrors(t *testing.T) {
 	for _, test := range []struct{ name, option, want string }{
 		{"unknown/option", "bogus", "unrecognized option 'bogus'"},
 		{"unknown/fallback", "fallback nosuch", "http.reverse_proxy.selection_policies.nosuch"},
+		{"value/fallback-itself", "fallback prefix_affinity", "invalid fallback 'prefix_affinity'"},
+		{"value/scope", "scope Authorization", "invalid scope 'Authorization'"},
 		{"repeated/fallback", "fallback random\nfallback first", "fallback already specified"},
 		{"repeated/block_size", "block_size 256\nblock_size 256", "block_size already specified"},
 		{"repeated/orca", "orca\norca", "orca already specified"},

@@ -149,4 +149,11 @@ func TestScopesDontShare(t *testing.T) {
 			t.Errorf("request %d of tenant %s: %s, want %s", i, tenant, explanation, want)
 		}
 	}
+	// A misspelt placeholder must not put all tenants together.
+	s.reload(t, fleet.Upstreams(), policy("scope {http.request.headers.X-Tenant}"))
+	for _, tenant := range []string{"a", "b"} {
+		if explanation := s.asSession(t, "X-Tenant", tenant, "/v1/chat/completions", prompt); !strings.HasPrefix(explanation, "no_key;") {
+			t.Errorf("tenant %s without a scope that can be told: %s", tenant, explanation)
+		}
+	}
 }

@@ -101,7 +101,8 @@ type Config struct {
 
 	// Tenants that must not share: requests for which this text, usually a
 	// placeholder such as `{http.request.header.Authorization}`, differs never
-	// match each other's prompts.
+	// match each other's prompts. Where it has a placeholder that is not known,
+	// requests are not compared at all and go to the fallback.
 	Scope string `json:"scope,omitempty"`
 
 	// Volatile text that is left out when prompts are compared, as regular
@@ -199,6 +200,9 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
 		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)
+	}
+	if c.Scope != "" && !strings.Contains(c.Scope, "{") {
+		return fmt.Errorf("invalid scope '%s': it is the same for every request; should be a placeholder such as {http.request.header.Authorization}", c.Scope)
 	}
 	for option, names := range map[string][]string{
 		"cached_tokens_header": {c.CachedTokensHeader},

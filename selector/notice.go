@@ -24,6 +24,15 @@ type notices struct {
 	lastKeyed atomic.Int64 // Unix nanoseconds; of the first body before any was keyed
 	unkeyed   atomic.Int64 // bodies since then
 	told      atomic.Bool
+	scopeTold atomic.Bool
+}
+
+// scope warns of a scope that nothing resolves.
+func (n *notices) scope(logger *zap.Logger, scope string) {
+	if !n.scopeTold.Swap(true) {
+		logger.Error("scope has a placeholder that is not known here, so all requests go to the fallback: is it spelt right?",
+			zap.String("scope", scope))
+	}
 }
 
 // body counts a request with a body, and warns where none has had a prompt for

@@ -27,6 +27,7 @@ const (
 	causeEmpty      = "empty"
 	causeStreamed   = "incremental"
 	causeUnreadable = "unreadable"
+	causeScope      = "scope"
 )
 
 // request is what the policy knows of one request from the first Select to the
@@ -103,10 +104,9 @@ func (q *request) readKey() {
 		return
 	}
 	hasher := q.policy.hasher()
-	if config.Scope != "" {
-		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
-			q.scope = repl.ReplaceAll(config.Scope, "")
-		}
+	if !q.resolveScope() {
+		q.cause = causeScope
+		return
 	}
 	q.blocks = keyBlocks.Get().(*[]prefixhash.Block)
 	q.key.Blocks = *q.blocks
@@ -124,6 +124,24 @@ func (q *request) readKey() {
 			break
 		}
 	}
+}
+
+// resolveScope finds the request's tenant; false means that nobody can tell.
+func (q *request) resolveScope() bool {
+	scope := q.policy.config.Scope
+	if scope == "" {
+		return true
+	}
+	repl, ok := q.r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	if !ok {
+		return false
+	}
+	var err error
+	q.scope, err = repl.ReplaceOrErr(scope, false, true)
+	if err != nil {
+		noticed.scope(q.policy.logger, scope)
+	}
+	return err == nil
 }
 
 // unwanted tells why a request's body is left alone, keyed if it is not.

@@ -217,7 +217,9 @@ func holds(spans []span, slot uint32) bool {
 	return false
 }
 
-// forget drops what a cache of that capacity has lost long ago.
+// forget drops what a cache of that capacity has lost long ago. What waits does
+// not count: a prompt that the replica refuses, because it is too long say, has
+// taken nothing there.
 func (o *order) forget(capacity int64) {
 	limit := capacity + capacity/2
 	for capacity < unlimited {
@@ -225,7 +227,9 @@ func (o *order) forget(capacity int64) {
 		if slot == 0 {
 			return
 		}
-		if near, _ := o.base(&o.runs[slot]); near <= limit {
+		r := &o.runs[slot]
+		near, _ := o.base(r)
+		if near-(o.wait-o.upTo(r.pos).wait) <= limit {
 			return
 		}
 		o.release(slot)

@@ -362,6 +362,25 @@ func TestFallback(t *testing.T) {
 	})
 }
 
+// A prompt that the replica refuses computes nothing there: what it held before
+// is still there afterwards, however long the refused one was.
+func TestRefusedPromptTakesNothingAway(t *testing.T) {
+	x := newFixture(1)
+	x.rule.CapacityTokens = 40_000
+	held := keyOf(series(1, 100)...)
+	x.serve(held)
+	for n := range 5 {
+		_, a := x.route(keyOf(series(2+n, 4000)...)) // 256,000 tokens
+		if c := x.index.Lookup(x.now, held, x.cands, &x.rule, make([]int, 1)); n == 0 && c.MatchedTokens > 6400 {
+			t.Errorf("%+v", c)
+		}
+		a.Finish(x.now, Rejected, 0)
+	}
+	if c := x.serve(held); c.MatchedTokens != 6400 {
+		t.Errorf("%d tokens matched after refused prompts, want 6400", c.MatchedTokens)
+	}
+}
+
 func TestAbsurdQueueReportIsForgotten(t *testing.T) {
 	x := newFixture(2)
 	busy := func(n int) int {
