@@ -32,8 +32,9 @@ type Rule struct {
 	// Shadow leaves every choice to the fallback; what the rule would have chosen
 	// is only told.
 	Shadow bool
-	// Rendezvous places what nobody holds by hash, so that gateways which don't
-	// talk tend to agree. Without it the replica that got least lately has it.
+	// Rendezvous places what nobody holds by hash as far as the load allows, so
+	// that gateways which don't talk tend to agree. Without it the replica that
+	// got least lately has it, which is better where there is one gateway.
 	Rendezvous bool
 }
 

@@ -214,7 +214,7 @@ func (x *Index) choose(views []view, g *group, key *prefixhash.Key, rule *Rule, 
 	case len(key.Blocks) == 0:
 		c.Candidate, c.Reason = idlest(views), NoKey
 	default:
-		weigh(views, g, rule, minMatch, prompt, now)
+		weigh(views, g, rule, minMatch, prompt, key.Blocks, now)
 		tie := func(i int) float64 { return views[i].r.load.filled(views[i].r.group.Load(), views[i].r.limit()) }
 		if rule.Rendezvous {
 			hash := unknown(key.Blocks, views)

@@ -17,6 +17,7 @@ const (
 	alphaGiven  = 0.5  // half more for each capacity of uncached tokens given lately
 	beta        = 0.05 // prompt tokens in flight slow decoding and fill the memory
 	gamma       = 300  // and so does each request
+	homeShare   = 0.5  // of what nobody holds its home by rendezvous counts as holding
 	equal       = 1    // costs that differ by less are the same
 	stay        = 2000 // what staying with its session may cost a request whose match is no worse there
 )
@@ -44,7 +45,9 @@ type view struct {
 // output, waiting those of all N candidates, and given the uncached tokens sent
 // there lately, in capacities of its cache: they evict what others come back
 // for, so that at low load, too, all caches are used. A match too short to be
-// worth following counts as none.
+// worth following counts as none. With Rendezvous the home of what nobody is
+// known to hold counts as holding half of it: another gateway, which sees it as
+// new too, may have sent it there.
 //
 // alpha = 1 would take the shortest time to first token. That is unstable: it
 // ignores that computing a prefix again delays everyone behind and evicts what
@@ -57,7 +60,7 @@ type view struct {
 // Source: found by replay of public traces (integration/replay), starting from
 // the cost alpha*uncached + backlog of published routers; BENCHMARKS.md has
 // the results and what each constant does.
-func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, now time.Time) {
+func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, chain []prefixhash.Block, now time.Time) {
 	waiting, n := 0.0, 0.0
 	for i := range views {
 		if views[i].usable {
@@ -68,6 +71,10 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 			waiting += views[i].queue
 			n++
 		}
+	}
+	home, spare := -1, 0.0
+	if rule.Rendezvous {
+		home, spare = homeOf(views, chain), homeShare*unheld(views, prompt)
 	}
 	for i := range views {
 		v := &views[i]
@@ -85,7 +92,11 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 			match = 0
 		}
 		given := l.filled(v.r.group.Load(), v.r.limit()) / v.r.limit()
-		v.cost = (l.pending(g, now)+(alpha+alphaGiven*given)*uncached(prompt, match))/l.pace(g) +
+		fresh := uncached(prompt, match)
+		if i == home {
+			fresh = max(fresh-spare, 1)
+		}
+		v.cost = (l.pending(g, now)+(alpha+alphaGiven*given)*fresh)/l.pace(g) +
 			beta*l.prompt + gamma*float64(v.inFlight)
 	}
 }
@@ -137,6 +148,27 @@ func least(views []view, minMatch uint32, session int, tie func(i int) float64) 
 // rendezvous orders candidates for a hash so that everybody who asks agrees and
 // one that goes takes only its own along.
 func rendezvous(hash uint64, r *Replica) float64 { return float64(mix(hash ^ r.place)) }
+
+// homeOf returns the usable candidate whose turn it is by rendezvous to have
+// what nobody holds of a chain.
+func homeOf(views []view, chain []prefixhash.Block) int {
+	hash, home := unknown(chain, views), -1
+	for i := range views {
+		if views[i].usable && (home < 0 || rendezvous(hash, views[i].r) < rendezvous(hash, views[home].r)) {
+			home = i
+		}
+	}
+	return home
+}
+
+// unheld returns the tokens of a prompt that nobody holds.
+func unheld(views []view, prompt float64) float64 {
+	var held uint32
+	for i := range views {
+		held = max(held, views[i].matched)
+	}
+	return uncached(prompt, held)
+}
 
 // unknown returns the first block of a chain that nobody holds, or its last:
 // where a conversation starts that shares only a system prompt with others.
