@@ -96,6 +96,7 @@ func BenchmarkMemory(b *testing.B) {
 	for b.Loop() {
 		var before, after runtime.MemStats
 		x := newFixture(8)
+		x.index.Require(10_000_000)
 		runtime.GC()
 		runtime.ReadMemStats(&before)
 		blocks := 0

@@ -220,7 +220,7 @@ func (x *Index) choose(views []view, g *group, key *prefixhash.Key, rule *Rule, 
 			hash := unknown(key.Blocks, views)
 			tie = func(i int) float64 { return rendezvous(hash, views[i].r) }
 		}
-		c.Candidate = least(views, minMatch, session, tie)
+		c.Candidate = least(views, minMatch, session, rule.Rendezvous, tie)
 		if c.Candidate < 0 {
 			break
 		}

@@ -11,6 +11,7 @@ const (
 	speedDefault = 8000
 	speedKeep    = 0.998 // what a measurement is worth at the next one
 	speedLeast   = 500   // tokens: a shorter prefill is mostly overhead
+	speedMoment  = 0.02  // seconds: what took less is taken for that, because scheduling alone takes some
 	speedCounts  = 20    // measurements before a replica may differ from its fleet
 	speedPrior   = 5     // measurements of the fleet's mean that each replica starts with
 	speedSame    = 0.15  // differences up to this are taken for noise
@@ -200,6 +201,7 @@ func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) []
 	// together, and so nothing about the time that either took.
 	inOrder := a.prev == nil
 	if took := now.Sub(start).Seconds(); l.clear && inOrder && !a.blind && a.uncached > speedLeast && took > 0 {
+		took = max(took, speedMoment)
 		g.speed.measure(a.uncached, took)
 		l.speed.measure(a.uncached, took)
 	}

@@ -18,7 +18,9 @@ const (
 	beta        = 0.05 // prompt tokens in flight slow decoding and fill the memory
 	gamma       = 300  // and so does each request
 	homeShare   = 0.5  // of what nobody holds its home by rendezvous counts as holding
-	equal       = 1    // costs that differ by less are the same
+	equal       = 1    // costs that differ by less are the same,
+	placeLeast  = 500  // or by that much where a cold prompt could go to any idle replica,
+	placeShare  = 0.1  // or by that share: measured speeds never agree exactly
 	stay        = 2000 // what staying with its session may cost a request whose match is no worse there
 )
 
@@ -110,8 +112,10 @@ func uncached(prompt float64, matched uint32) float64 {
 // match, it takes in this order the one with the longest match, with the fewest
 // requests in flight, and the one for which tie is least; never the first in
 // the list for being first. The session's replica comes before all that as long
-// as it does not cost much more.
-func least(views []view, minMatch uint32, session int, tie func(i int) float64) int {
+// as it does not cost much more. Where to put a cold prompt is a matter of little
+// cost while a replica is idle, and with agree at any time: then more can't be
+// told apart.
+func least(views []view, minMatch uint32, session int, agree bool, tie func(i int) float64) int {
 	best := -1
 	for i := range views {
 		if views[i].usable && (best < 0 || views[i].cost < views[best].cost) {
@@ -132,9 +136,13 @@ func least(views []view, minMatch uint32, session int, tie func(i int) float64) 
 	rank := func(i int) (match uint32, inFlight int, last float64) {
 		return views[i].matched / minMatch, views[i].inFlight, tie(i)
 	}
+	allowance := float64(equal)
+	if floor < minMatch && (agree || views[best].inFlight == 0) {
+		allowance = max(placeLeast, placeShare*lowest)
+	}
 	match, inFlight, last := rank(best)
 	for i := range views {
-		if !within(i, equal) {
+		if !within(i, allowance) {
 			continue
 		}
 		m, n, t := rank(i)
