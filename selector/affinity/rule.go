@@ -142,7 +142,7 @@ func least(views []view, minMatch uint32, session int, agree bool, tie func(i in
 	}
 	match, inFlight, last := rank(best)
 	for i := range views {
-		if !within(i, allowance) {
+		if !within(i, allowance) || views[i].matched >= minMatch && !within(i, equal) {
 			continue
 		}
 		m, n, t := rank(i)
