@@ -77,7 +77,8 @@ type upstream struct {
 	CacheCapacityTokens  int            `json:"cache_capacity_tokens"`
 	Generation           int            `json:"generation"`
 	Drain                *struct {
-		By string `json:"by"`
+		By    string `json:"by"`
+		Since string `json:"since"`
 	} `json:"drain"`
 	Engine *struct {
 		Name string `json:"name"`
@@ -295,9 +296,26 @@ func TestDrain(t *testing.T) {
 		t.Errorf("undrain of a configured drain: status %d, %q", status, answer.Error)
 	}
 	time.Sleep(5 * time.Millisecond)
+	since := s.upstreams(t, holder)[0].Drain
+	s.reload(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tdrain "+holder+"\n\t\t\tdrain_timeout 2ms\n\t\t}")
+	if again := s.upstreams(t, holder)[0].Drain; since == nil || again == nil || *again != *since {
+		t.Errorf("a reload changed the drain from %+v to %+v", since, again)
+	}
 	before = served(at)
 	if s.post(t, "/v1/chat/completions", kept); served(at) != before {
 		t.Error("the conversation stayed beyond drain_timeout")
+	}
+}
+
+// A drain that names no upstream is a mistake that would cut somebody off.
+func TestDrainOfNoUpstream(t *testing.T) {
+	fleet := newFleet(t, 2, fast)
+	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
+	for _, drain := range []string{"1.2.3.4:1", "localhost:1", fleet[0].Addr() + "," + fleet[1].Addr()} {
+		err := s.Reload(s.file(proxyTo(fleet.Upstreams(), policy("drain "+drain))))
+		if err == nil || !strings.Contains(err.Error(), "invalid drain '"+drain+"'") {
+			t.Errorf("drain %s: %v", drain, err)
+		}
 	}
 }
 

@@ -1,7 +1,10 @@
 package selector
 
 import (
+	"fmt"
 	"maps"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -55,4 +58,39 @@ func (d *drains) change(f func(map[string]time.Time)) {
 	}
 	f(since)
 	d.since.Store(&since)
+}
+
+// checkDrain fails where the drain option names what is not an upstream: whoever
+// then switches it off would cut off what it serves.
+func (p *Policy) checkDrain() error {
+	if p.observer == nil || p.observer.handler.DynamicUpstreamsRaw != nil {
+		return nil
+	}
+	dials := p.observer.dials()
+	for _, upstream := range p.config.Drain {
+		if !slices.Contains(dials, upstream) {
+			return fmt.Errorf("invalid drain '%s': should be one of the upstreams %s", upstream, strings.Join(dials, ", "))
+		}
+	}
+	return nil
+}
+
+// drain begins the drains of the configuration. Those that an earlier
+// configuration has begun go on, so that a reload doesn't prolong them.
+func (p *Policy) drain(now time.Time) {
+	p.drains = newDrains()
+	for _, upstream := range p.config.Drain {
+		p.learned.begun.set(upstream, now)
+		since, _ := p.learned.begun.of(upstream)
+		p.drains.set(upstream, since)
+	}
+}
+
+// endDrain ends the drains that no other configuration goes on with.
+func (p *Policy) endDrain() {
+	for _, upstream := range p.config.Drain {
+		if d := drainOf(upstream); d == nil || d.By != "config" {
+			p.learned.begun.end(upstream)
+		}
+	}
 }

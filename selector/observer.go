@@ -308,7 +308,11 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 
 // explain tells what was decided, as a structured header field (RFC 8941).
 func (q *request) explain() string {
-	return fmt.Sprintf("%s;upstream=%q;matched=%d;prompt=%d", q.choice.Reason, q.upstream, q.choice.MatchedTokens, q.choice.PromptTokens)
+	text := fmt.Sprintf("%s;upstream=%q;matched=%d;prompt=%d", q.choice.Reason, q.upstream, q.choice.MatchedTokens, q.choice.PromptTokens)
+	if q.policy.config.Shadow {
+		text += fmt.Sprintf(";wanted=%q;wanted_matched=%d", q.wantedUpstream, q.wanted.MatchedTokens)
+	}
+	return text
 }
 
 // RequestHeaderOps forwards the transport's header operations: they set the

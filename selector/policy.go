@@ -78,14 +78,14 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	if p.observer, err = observe(ctx, p); err != nil {
 		return nil, err
 	}
+	if err := p.checkDrain(); err != nil {
+		return nil, errors.Join(err, p.observer.cleanup())
+	}
 	p.learned, err = loadLearned(p.config)
 	if err != nil {
 		return nil, errors.Join(err, p.observer.cleanup())
 	}
-	p.drains = newDrains()
-	for _, upstream := range p.config.Drain {
-		p.drains.set(upstream, time.Now())
-	}
+	p.drain(time.Now())
 	if p.config.Poll > 0 && p.observer != nil {
 		p.poller = newPoller(p)
 	}
@@ -123,6 +123,7 @@ func (p *Policy) Cleanup() error {
 		return nil
 	}
 	p.retire()
+	p.endDrain()
 	if p.poller != nil {
 		p.poller.close()
 	}
@@ -161,7 +162,8 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if p.fallback != nil {
 		fallback = func(wanted affinity.Choice) int {
 			if p.config.Shadow {
-				metrics.of(pool[wanted.Candidate].String()).shadowMatchedTokens.Add(float64(wanted.MatchedTokens))
+				q.wanted, q.wantedUpstream = wanted, pool[wanted.Candidate].String()
+				metrics.of(q.wantedUpstream).shadowMatchedTokens.Add(float64(wanted.MatchedTokens))
 			}
 			return p.fallBack(pool, s.candidates, r, w)
 		}

@@ -53,9 +53,12 @@ type request struct {
 	choice   affinity.Choice
 	upstream string // that the attempt went to
 	holder   string // upstream with the longest match
-	sent     time.Time
-	series   *upstreamSeries
-	attempts int
+	// What the policy would have chosen, where it is a shadow.
+	wanted         affinity.Choice
+	wantedUpstream string
+	sent           time.Time
+	series         *upstreamSeries
+	attempts       int
 }
 
 // requestOf finds the state of r. The variables of a request are shared by all

@@ -29,6 +29,7 @@ var states = caddy.NewUsagePool()
 type (
 	fleetKey  struct{}
 	drainsKey struct{}
+	begunKey  struct{}
 	indexKey  struct {
 		seed      string
 		blockSize int
@@ -59,6 +60,7 @@ type learned struct {
 	fleet   *affinity.Fleet
 	index   *affinity.Index
 	drained *drains // by the admin API
+	begun   *drains // by any configuration
 	taken   []any
 }
 
@@ -68,6 +70,10 @@ func loadLearned(c Config) (l learned, err error) {
 		return l, err
 	}
 	l.drained, err = load(&l.taken, drainsKey{}, newDrains)
+	if err != nil {
+		return l, errors.Join(err, l.release())
+	}
+	l.begun, err = load(&l.taken, begunKey{}, newDrains)
 	if err != nil {
 		return l, errors.Join(err, l.release())
 	}
