@@ -243,7 +243,7 @@ func TestHotPrefix(t *testing.T) {
 		share map[string]int // hot requests by replica
 		stays float64        // share of the others' turns that stayed where the last one was
 	}
-	run := func(t *testing.T, lb string) result {
+	try := func(t *testing.T, lb string) (r result, stalled time.Duration) {
 		t.Helper()
 		fleet := newFleet(t, 4, config)
 		s := newSite(t, fleet.Upstreams(), lb)
@@ -257,8 +257,9 @@ func TestHotPrefix(t *testing.T) {
 
 		var mu sync.Mutex
 		var sum time.Duration
-		r := result{share: make(map[string]int)}
+		r.share = make(map[string]int)
 		stayed := 0
+		watched := watchMachine()
 		start := time.Now()
 		for i := range hot {
 			time.Sleep(time.Until(start.Add(time.Duration(i) * interval)))
@@ -282,11 +283,23 @@ func TestHotPrefix(t *testing.T) {
 				at[i/4%others] = pod
 			})
 		}
-		late := time.Since(start) - (requests-1)*interval
 		wg.Wait()
-		r.mean, r.stays = sum/requests, float64(stayed)/(requests/4)
-		t.Logf("mean TTFT %v, hot requests by replica %v, %.0f %% of the others' turns stayed, last one %v late", r.mean, r.share, 100*r.stays, late)
-		return r
+		r.mean, r.stays, stalled = sum/requests, float64(stayed)/(requests/4), watched()
+		t.Logf("mean TTFT %v, hot requests by replica %v, %.0f %% of the others' turns stayed, machine stalled for %v", r.mean, r.share, 100*r.stays, stalled)
+		return r, stalled
+	}
+	// A prefill of 400 tokens takes 50 ms. Where the machine stands still for
+	// twice as long, all that comes afterwards comes at once, and what is
+	// measured is the machine.
+	run := func(t *testing.T, lb string) result {
+		t.Helper()
+		for range 5 {
+			if r, stalled := try(t, lb); stalled < 100*time.Millisecond {
+				return r
+			}
+		}
+		t.Skip("the machine is too busy to offer a steady load")
+		return result{}
 	}
 
 	ours := run(t, "lb_policy prefix_affinity")
@@ -307,6 +320,31 @@ func TestHotPrefix(t *testing.T) {
 	}
 	if ours.stays < 0.9 {
 		t.Errorf("%.0f %% of the others' turns stayed on their replica, want 90", 100*ours.stays)
+	}
+}
+
+// watchMachine returns a function that ends the watch and tells the longest time
+// for which the machine did not let this process run.
+func watchMachine() (worst func() time.Duration) {
+	const nap = 5 * time.Millisecond
+	stop, result := make(chan struct{}), make(chan time.Duration)
+	go func() {
+		var longest time.Duration
+		for {
+			select {
+			case <-stop:
+				result <- longest
+				return
+			default:
+			}
+			before := time.Now()
+			time.Sleep(nap)
+			longest = max(longest, time.Since(before)-nap)
+		}
+	}()
+	return func() time.Duration {
+		close(stop)
+		return <-result
 	}
 }
 
