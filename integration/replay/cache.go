@@ -1,5 +1,7 @@
 package main
 
+import "slices"
+
 // A cache is the KV memory of a replica in blocks: requests that run pin theirs,
 // the rest is an LRU prefix cache that gives up the ends of prompts first.
 type cache struct {
@@ -68,8 +70,7 @@ func (c *cache) filled(blocks []int32) {
 // release unpins an ended request and its anonymous blocks.
 func (c *cache) release(blocks []int32, anon int) {
 	c.anon -= anon
-	for i := len(blocks) - 1; i >= 0; i-- {
-		b := blocks[i]
+	for _, b := range slices.Backward(blocks) {
 		if c.pins[b]--; c.pins[b] == 0 {
 			c.held--
 			c.lru.touch(b)

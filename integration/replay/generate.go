@@ -80,7 +80,7 @@ func (w *writer) talk(at float64, t text, turns int, question, answer, pause flo
 
 // chat: conversations of several turns under 20 system prompts.
 func chat(w *writer) {
-	var apps []text
+	apps := make([]text, 0, 20)
 	for range 20 {
 		apps = append(apps, w.more(text{}, 300+w.rng.IntN(2500)))
 	}
@@ -107,7 +107,7 @@ func hot(w *writer) {
 
 // tenants: many with their own long prompt, some far more active than others.
 func tenants(w *writer) {
-	var own []text
+	own := make([]text, 0, 150)
 	for range 150 {
 		own = append(own, w.more(text{}, 6000))
 	}

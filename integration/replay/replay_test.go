@@ -123,8 +123,10 @@ func TestCommand(t *testing.T) {
 	}
 	var out bytes.Buffer
 	csvFile, svgFile := filepath.Join(dir, "r.csv"), filepath.Join(dir, "r.svg")
-	err := run([]string{"-traces", dir, "-workloads", "tiny", "-cache", "1k", "-replicas", "2", "-draws", "2",
-		"-policies", "least_conn,prefix_affinity+told+streams=0.5,pooled", "-csv", csvFile, "-svg", svgFile}, &out, io.Discard)
+	err := run([]string{
+		"-traces", dir, "-workloads", "tiny", "-cache", "1k", "-replicas", "2", "-draws", "2",
+		"-policies", "least_conn,prefix_affinity+told+streams=0.5,pooled", "-csv", csvFile, "-svg", svgFile,
+	}, &out, io.Discard)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -153,7 +155,9 @@ func TestCommand(t *testing.T) {
 	}
 
 	for _, args := range [][]string{
-		{"-workloads", "nobody"}, {"-workloads", "hot", "-cache", "30"}, {"-workloads", "hot", "-load", "much"},
+		{"-workloads", "nobody"},
+		{"-workloads", "hot", "-cache", "30"},
+		{"-workloads", "hot", "-load", "much"},
 		{"-traces", dir, "-workloads", "tiny", "-policies", "magic"},
 		{"-traces", dir, "-workloads", "tiny", "-policies", "prefix_affinity+magic"},
 		{"-traces", dir, "-workloads", "tiny", "-policies", "prefix_affinity+alpha=x"},

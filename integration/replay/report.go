@@ -89,14 +89,16 @@ func distinct(all []*outcome, field func(*outcome) string) []string {
 // writeCSV writes a line for each run.
 func writeCSV(w io.Writer, all []*outcome) error {
 	c := csv.NewWriter(w)
-	lines := [][]string{{
+	lines := append(make([][]string, 0, 1+len(all)), []string{
 		"workload", "replicas", "cache", "cache_tokens", "load", "draw", "speedup", "policy", "hit", "ttft_mean", "ttft_p50", "ttft_p90",
 		"ttft_p99", "busiest_to_mean", "requests_most_to_mean", "replica_hit_least", "replica_hit_most", "prefill_tokens", "ttft_p99_after_failure",
 		"capacity_learned",
-	}}
+	})
 	for _, o := range all {
-		line := []string{o.workload, strconv.Itoa(o.setting.replicas), o.cache, strconv.Itoa(o.setting.capacity), number(o.load),
-			strconv.FormatUint(o.draw, 10), number(o.setting.speedup), o.policy}
+		line := append(make([]string, 0, len(lines[0])),
+			o.workload, strconv.Itoa(o.setting.replicas), o.cache, strconv.Itoa(o.setting.capacity), number(o.load),
+			strconv.FormatUint(o.draw, 10), number(o.setting.speedup), o.policy,
+		)
 		for _, x := range []float64{o.hit, o.mean, o.p50, o.p90, o.p99, o.busy, o.requests, o.leastHit, o.mostHit, float64(o.prefill), o.afterP99, o.capacity} {
 			line = append(line, number(x))
 		}

@@ -120,8 +120,8 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 
 	f.mu.Lock()
 	g := f.join(cands)
-	for i := range views {
-		views[i].inFlight = max(views[i].r.load.inFlight, cands[i].InFlight)
+	for i, c := range cands {
+		views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
 	}
 	prompt := float64(key.Bytes) / BytesPerToken
 	choice := x.choose(views, g, key, rule, minMatch, prompt, session, stored, now)
@@ -270,7 +270,7 @@ func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, ru
 	defer scratches.Put(s)
 	x.look(s, key.Blocks, cands, rule)
 	views := s.views
-	for i := range views {
+	for i := range matched {
 		matched[i] = int(views[i].matched / BytesPerToken)
 	}
 	var g *group
@@ -288,8 +288,8 @@ func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, ru
 	admit(views, cands, minMatch, session, stored)
 	x.fleet.mu.Lock()
 	defer x.fleet.mu.Unlock()
-	for i := range views {
-		views[i].inFlight = max(views[i].r.load.inFlight, cands[i].InFlight)
+	for i, c := range cands {
+		views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
 	}
 	return x.choose(views, g, key, rule, minMatch, float64(key.Bytes)/BytesPerToken, session, stored, now)
 }

@@ -80,6 +80,7 @@ func (o *order) count(r *run, bytes int64) {
 		o.running += bytes
 	case done:
 		o.add(r.pos, bytes, 0)
+	case free:
 	}
 }
 
@@ -186,6 +187,7 @@ func (o *order) base(r *run) (near, far int64) {
 		w := o.upTo(r.pos)
 		near = o.running + o.used - w.used
 		far = near + w.wait
+	case free, running: // pinned: it is at no distance
 	}
 	return near, far
 }

@@ -55,11 +55,9 @@ type naive struct {
 }
 
 type naiveRun struct {
-	chain  []prefixhash.Block
-	tick   int
-	phase  phase
-	sure   bool // confirmed
-	failed bool
+	chain []prefixhash.Block
+	tick  int
+	phase phase
 }
 
 func (n *naive) send(chain []prefixhash.Block) *naiveRun {
@@ -281,7 +279,6 @@ func TestBound(t *testing.T) {
 			live = slices.Delete(live, i, i+1)
 		}
 	}
-	live = nil
 	entries, filled := 0, 0
 	for _, s := range table.dir {
 		entries += len(s.entries)
