@@ -32,7 +32,7 @@ func init() {
 //
 // Placeholder | Description
 // ------------|-------------
-// `{http.reverse_proxy.prefix_affinity.reason}` | Why the upstream was chosen: `affinity`, `session`, `cold`, `overflow`, `unhealthy` or `no_key`
+// `{http.reverse_proxy.prefix_affinity.reason}` | Why the upstream was chosen: `affinity`, `session`, `cold`, `overflow`, `unhealthy`, `gone` or `no_key`
 // `{http.reverse_proxy.prefix_affinity.upstream}` | The dial address of the chosen upstream
 // `{http.reverse_proxy.prefix_affinity.prompt_tokens}` | The estimated prompt tokens of the request
 // `{http.reverse_proxy.prefix_affinity.matched_tokens}` | How many of them the chosen upstream is believed to hold

@@ -130,7 +130,7 @@ func TestStoredResponsesGoBack(t *testing.T) {
 		ups[at[0]].Close()
 		for range 2 {
 			explanation := ask("and now", fmt.Sprintf("resp_%d_1", at[0]))
-			if chosen(explanation) == addrs[at[0]] || !strings.HasPrefix(explanation, "unhealthy;") {
+			if chosen(explanation) == addrs[at[0]] || !strings.HasPrefix(explanation, "gone;") {
 				t.Errorf("stream=%t: follow-up after the upstream is gone: %s", stream, explanation)
 			}
 		}

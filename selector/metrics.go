@@ -30,6 +30,7 @@ const (
 // right from its first count.
 var reasons = [...]affinity.Reason{
 	affinity.Affinity, affinity.Overflow, affinity.Unhealthy, affinity.Cold, affinity.NoKey, affinity.Session,
+	affinity.Gone,
 }
 
 type metricSet struct {

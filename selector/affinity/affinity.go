@@ -77,9 +77,10 @@ const (
 	Cold                    // nobody has a match worth following
 	NoKey                   // the request has no prompt to go by
 	Session                 // the client's session or the response it refers to is there
+	Gone                    // the response it refers to is on a replica that is not available
 )
 
-var reasons = [...]string{"affinity", "overflow", "unhealthy", "cold", "no_key", "session"}
+var reasons = [...]string{"affinity", "overflow", "unhealthy", "cold", "no_key", "session", "gone"}
 
 func (r Reason) String() string {
 	if int(r) < len(reasons) {

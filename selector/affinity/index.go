@@ -126,7 +126,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	prompt := float64(key.Bytes) / BytesPerToken
 	choice := x.choose(views, g, key, rule, minMatch, prompt, session, stored, now)
 	if previous != 0 && stored != choice.Candidate && choice.Candidate >= 0 {
-		choice.Reason = Unhealthy // what the request continues is out of reach
+		choice.Reason = Gone
 	}
 	if choice.Candidate < 0 {
 		f.mu.Unlock()
@@ -240,7 +240,7 @@ func (x *Index) choose(views []view, g *group, key *prefixhash.Key, rule *Rule, 
 // undecided reports whether the fallback may choose.
 func undecided(c Choice, rule *Rule) bool {
 	switch c.Reason {
-	case Cold, Overflow, NoKey:
+	case Cold, Overflow, NoKey, Gone:
 		return true
 	case Unhealthy:
 		return c.MatchedTokens < rule.MinMatchTokens
@@ -270,8 +270,8 @@ func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, ru
 	defer scratches.Put(s)
 	x.look(s, key.Blocks, cands, rule)
 	views := s.views
-	for i := range matched {
-		matched[i] = int(views[i].matched / BytesPerToken)
+	for i, v := range views {
+		matched[i] = int(v.matched / BytesPerToken) //nolint:gosec // there is one for each candidate
 	}
 	var g *group
 	for i := range views {

@@ -319,7 +319,7 @@ func TestReasons(t *testing.T) {
 			t.Errorf("%+v", c)
 		}
 		x.cands[1].State = Unavailable
-		if c, _ := x.route(k); c.Candidate != 0 || c.Reason != Unhealthy {
+		if c, _ := x.route(k); c.Candidate != 0 || c.Reason != Gone {
 			t.Errorf("%+v", c)
 		}
 	})
