@@ -1,0 +1,57 @@
+package selector
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/prefix-affinity/caddy/selector/affinity"
+)
+
+// upstreamsOf returns the upstreams that a registry has series of.
+func upstreamsOf(t *testing.T, registry *prometheus.Registry) map[string]int {
+	t.Helper()
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	upstreams := make(map[string]int)
+	for _, family := range families {
+		for _, m := range family.GetMetric() {
+			for _, label := range m.GetLabel() {
+				if label.GetName() == "upstream" {
+					upstreams[label.GetValue()]++
+				}
+			}
+		}
+	}
+	return upstreams
+}
+
+func TestSeriesAreBounded(t *testing.T) {
+	m := newMetricSet()
+	registry := prometheus.NewPedanticRegistry()
+	for range 2 { // as two handlers of one configuration do
+		if err := m.register(registry); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 10_000 {
+		m.of(fmt.Sprintf("10.0.0.%d:8000", i)).decided(affinity.Choice{Reason: affinity.Cold, PromptTokens: 1})
+	}
+	upstreams := upstreamsOf(t, registry)
+	if len(upstreams) != maxUpstreamSeries+1 || upstreams[otherUpstreams] == 0 {
+		t.Errorf("series of %d upstreams, want %d and the others together", len(upstreams), maxUpstreamSeries)
+	}
+	if got := counted(m.of("10.0.0.9999:8000").promptTokens); got != 10_000-maxUpstreamSeries {
+		t.Errorf("%v prompt tokens of the others, want %d", got, 10_000-maxUpstreamSeries)
+	}
+
+	m.forget(func(upstream string) bool { return strings.HasSuffix(upstream, ".7:8000") })
+	upstreams = upstreamsOf(t, registry)
+	if len(upstreams) != 2 || upstreams["10.0.0.7:8000"] == 0 {
+		t.Errorf("series of %v are left", upstreams)
+	}
+}
