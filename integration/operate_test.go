@@ -439,6 +439,10 @@ func TestShadowOnlyRecords(t *testing.T) {
 	if ratio := wanted / served; ratio < 1.12 || ratio > 1.13 {
 		t.Errorf("%v tokens would have matched, %v did: ratio %.3f, want 9/8", wanted, served, ratio)
 	}
+	s.reload(t, fleet.Upstreams(), policy("shadow", "fallback round_robin"))
+	if explanation := s.asSession(t, "", "", "/v1/chat/completions", prompt); !regexp.MustCompile(`;wanted="127\.0\.0\.1:\d+";wanted_matched=\d{3,}$`).MatchString(explanation) {
+		t.Errorf("explained as %q", explanation)
+	}
 }
 
 // Polling reads the engine's size and queue, and notices a restart between two
