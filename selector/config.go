@@ -116,7 +116,8 @@ type Config struct {
 	Seed string `json:"seed,omitempty"`
 
 	// How many blocks are remembered, over all upstreams: the memory bound. One
-	// block takes at most 64 bytes. Default is 2,097,152.
+	// block takes some 40 bytes, up to 100 where prompts are one block long.
+	// Default is 2,097,152.
 	IndexSize int `json:"index_size,omitempty"`
 
 	// Upstreams, by address, that get no new prefixes: conversations that they
