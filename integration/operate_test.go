@@ -7,7 +7,6 @@ import (
 	"io"
 	"net/http"
 	"os"
-	"os/exec"
 	"regexp"
 	"slices"
 	"strconv"
@@ -15,25 +14,20 @@ import (
 	"testing"
 	"time"
 
-	caddycmd "github.com/caddyserver/caddy/v2/cmd"
-
 	"github.com/prefix-affinity/caddy/integration/engine"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // TestMain lets the test binary be a caddy, for the tests of its commands.
 func TestMain(m *testing.M) {
-	if os.Getenv("TEST_AS_CADDY") == "1" {
-		caddycmd.Main()
-		return
-	}
+	harness.BeCaddy()
 	os.Exit(m.Run())
 }
 
 // caddy runs a command of Caddy's against the site.
 func (s *site) caddy(t *testing.T, args ...string) (string, error) {
 	t.Helper()
-	cmd := exec.Command(os.Args[0], append(args, "--address", strings.TrimPrefix(s.Admin, "http://"))...)
-	cmd.Env = append(os.Environ(), "TEST_AS_CADDY=1")
+	cmd := harness.Command(append(args, "--address", strings.TrimPrefix(s.Admin, "http://"))...)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	err := cmd.Run()

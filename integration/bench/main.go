@@ -6,7 +6,6 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
 	"errors"
 	"flag"
@@ -15,26 +14,16 @@ import (
 	"math"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"text/tabwriter"
 	"time"
 
-	caddycmd "github.com/caddyserver/caddy/v2/cmd"
-	_ "github.com/caddyserver/caddy/v2/modules/standard"
-
 	_ "github.com/prefix-affinity/caddy"
 	"github.com/prefix-affinity/caddy/integration/harness"
 )
-
-// asCaddy makes the program a Caddy, so that its CPU time can be told from that
-// of the clients and upstreams.
-const asCaddy = "BENCH_AS_CADDY"
 
 var (
 	rounds   = flag.Int("rounds", 5, "rounds that the medians are taken of")
@@ -43,11 +32,7 @@ var (
 )
 
 func main() {
-	if os.Getenv(asCaddy) != "" {
-		os.Args = []string{"caddy", "run", "--config", os.Getenv(asCaddy), "--adapter", "caddyfile"}
-		caddycmd.Main()
-		return
-	}
+	harness.BeCaddy()
 	flag.Parse()
 	if err := run(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -100,7 +85,7 @@ func run() error {
 	if err != nil {
 		return err
 	}
-	defer caddy.stop()
+	defer caddy.Close()
 
 	var failed []error
 	for _, s := range settings() {
@@ -151,70 +136,35 @@ func serve() (*http.Server, error) {
 	return server, nil
 }
 
-// proxy is the Caddy that is measured.
-type proxy struct {
-	cmd   *exec.Cmd
-	dir   string
-	admin string
-}
+// proxy is the Caddy that is measured, in a process of its own so that its CPU
+// time can be told from that of the clients and upstreams.
+type proxy struct{ *harness.Process }
 
 func start(policies []*policy, upstreams string) (*proxy, error) {
-	dir, err := os.MkdirTemp("", "prefix-affinity-bench-")
-	if err != nil {
-		return nil, err
-	}
-	p := &proxy{dir: dir}
-	if p.admin, err = harness.FreeAddr(); err != nil {
-		return nil, err
-	}
 	var config strings.Builder
-	fmt.Fprintf(&config, "{\n\tadmin %s\n\tpersist_config off\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n", p.admin)
+	config.WriteString("{\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n")
 	for _, policy := range policies {
+		var err error
 		if policy.addr, err = harness.FreeAddr(); err != nil {
 			return nil, err
 		}
 		fmt.Fprintf(&config, "http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t}\n}\n", policy.addr, upstreams, policy.proxy)
 	}
-	file := filepath.Join(dir, "Caddyfile")
-	if err := os.WriteFile(file, []byte(config.String()), 0o600); err != nil {
-		return nil, err
-	}
-	p.cmd = exec.Command(os.Args[0]) //nolint:gosec // itself
-	p.cmd.Env = append(os.Environ(), asCaddy+"="+file, "XDG_DATA_HOME="+dir, "XDG_CONFIG_HOME="+dir)
-	p.cmd.Stderr = os.Stderr
-	if err := p.cmd.Start(); err != nil {
-		return nil, err
-	}
-	for range 200 {
-		if _, err = p.cpu(); err == nil {
-			return p, nil
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
-	p.stop()
-	return nil, fmt.Errorf("caddy did not start: %w", err)
-}
-
-func (p *proxy) stop() {
-	_ = p.cmd.Process.Kill()
-	_ = p.cmd.Wait()
-	_ = os.RemoveAll(p.dir)
+	process, err := harness.StartProcess(config.String())
+	return &proxy{process}, err
 }
 
 // cpu returns the CPU time that the process has used, by its own metrics.
 func (p *proxy) cpu() (time.Duration, error) {
-	res, err := http.Get("http://" + p.admin + "/metrics")
+	metrics, err := p.Metrics()
 	if err != nil {
 		return 0, err
 	}
-	defer res.Body.Close()
-	for lines := bufio.NewScanner(res.Body); lines.Scan(); {
-		if value, ok := strings.CutPrefix(lines.Text(), "process_cpu_seconds_total "); ok {
-			seconds, err := strconv.ParseFloat(value, 64)
-			return time.Duration(seconds * float64(time.Second)), err
-		}
+	used := metrics["process_cpu_seconds_total"]
+	if used == nil {
+		return 0, errors.New("no process_cpu_seconds_total: only Linux tells it")
 	}
-	return 0, errors.New("no process_cpu_seconds_total: only Linux tells it")
+	return time.Duration(used.Metric[0].GetCounter().GetValue() * float64(time.Second)), nil
 }
 
 // figures of one policy in one round.

@@ -16,8 +16,6 @@ import (
 	"testing"
 	"time"
 
-	caddycmd "github.com/caddyserver/caddy/v2/cmd"
-
 	_ "github.com/prefix-affinity/caddy"
 	"github.com/prefix-affinity/caddy/integration/engine"
 	"github.com/prefix-affinity/caddy/integration/harness"
@@ -28,10 +26,7 @@ var screenshots = flag.String("screenshots", "", "`directory` that gets pictures
 
 // TestMain lets the test binary be a caddy, for the command that serves the page.
 func TestMain(m *testing.M) {
-	if os.Getenv("TEST_AS_CADDY") == "1" {
-		caddycmd.Main()
-		return
-	}
+	harness.BeCaddy()
 	flag.Parse()
 	os.Exit(m.Run())
 }
@@ -237,8 +232,7 @@ func (s *site) admin(t *testing.T, to any) {
 // which is Ctrl-C.
 func (s *site) page(t *testing.T, admin string) (url string, end func()) {
 	t.Helper()
-	cmd := exec.Command(os.Args[0], "prefix-affinity", "ui", "--listen", "localhost:0", "--address", strings.TrimPrefix(admin, "http://"))
-	cmd.Env = append(os.Environ(), "TEST_AS_CADDY=1")
+	cmd := harness.Command("prefix-affinity", "ui", "--listen", "localhost:0", "--address", strings.TrimPrefix(admin, "http://"))
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	stdout, err := cmd.StdoutPipe()

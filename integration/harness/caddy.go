@@ -1,6 +1,6 @@
-// Package harness runs what an end-to-end test needs in one process: simulated
-// engines and a real Caddy with its standard modules, on loopback sockets,
-// leaving nothing behind. The plugin's own module is there if its package is
+// Package harness runs what an end-to-end test needs: simulated engines and a
+// real Caddy with its standard modules, in one process or in one of its own, on
+// loopback sockets, leaving nothing behind. The plugin's own module is there if its package is
 // imported too, so tests of any package can use this one.
 package harness
 
@@ -18,34 +18,48 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	_ "github.com/caddyserver/caddy/v2/modules/standard"
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 )
 
 // Caddy is the process's running Caddy. There can be one at a time, because
 // Caddy's own state is global; tests that use it can't run in parallel within a
 // package.
 type Caddy struct {
+	instance
+
+	home map[string]string // environment to restore
+}
+
+// instance is a Caddy in this process or another one.
+type instance struct {
 	Admin string // base URL of its admin endpoint
 
-	dir  string            // all its files
-	home map[string]string // environment to restore
+	dir string // all its files
+}
+
+func newInstance() (instance, error) {
+	admin, err := FreeAddr()
+	if err != nil {
+		return instance{}, err
+	}
+	dir, err := os.MkdirTemp("", "prefix-affinity-")
+	return instance{Admin: "http://" + admin, dir: dir}, err
 }
 
 // StartCaddy runs a Caddyfile. The addresses of its sites are the caller's: see
 // FreeAddr. Unless the Caddyfile says otherwise, the admin endpoint goes to a
 // free port, data to a temporary directory and the log to a file there.
 func StartCaddy(caddyfile string) (*Caddy, error) {
-	dir, err := os.MkdirTemp("", "prefix-affinity-")
+	i, err := newInstance()
 	if err != nil {
 		return nil, err
 	}
-	admin, err := FreeAddr()
-	if err != nil {
-		return nil, err
-	}
-	c := &Caddy{Admin: "http://" + admin, dir: dir, home: make(map[string]string)}
+	c := &Caddy{instance: i, home: make(map[string]string)}
 	for _, name := range []string{"XDG_DATA_HOME", "XDG_CONFIG_HOME"} {
 		c.home[name] = os.Getenv(name)
-		if err := os.Setenv(name, dir); err != nil {
+		if err := os.Setenv(name, c.dir); err != nil {
 			return nil, err
 		}
 	}
@@ -60,12 +74,12 @@ func StartCaddy(caddyfile string) (*Caddy, error) {
 }
 
 // Reload replaces the configuration through the admin endpoint.
-func (c *Caddy) Reload(caddyfile string) error {
-	config, err := c.Config(caddyfile)
+func (i *instance) Reload(caddyfile string) error {
+	config, err := i.Config(caddyfile)
 	if err != nil {
 		return err
 	}
-	resp, err := http.Post(c.Admin+"/load", "application/json", bytes.NewReader(config))
+	resp, err := http.Post(i.Admin+"/load", "application/json", bytes.NewReader(config))
 	if err != nil {
 		return err
 	}
@@ -77,8 +91,8 @@ func (c *Caddy) Reload(caddyfile string) error {
 	return nil
 }
 
-// Config adapts a Caddyfile to the JSON that StartCaddy and Reload load.
-func (c *Caddy) Config(caddyfile string) ([]byte, error) {
+// Config adapts a Caddyfile to the JSON that is loaded at the start and by Reload.
+func (i *instance) Config(caddyfile string) ([]byte, error) {
 	adapted, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(caddyfile), map[string]any{"filename": "Caddyfile"})
 	if err != nil {
 		return nil, err
@@ -87,19 +101,19 @@ func (c *Caddy) Config(caddyfile string) ([]byte, error) {
 	if err := json.Unmarshal(adapted, &config); err != nil {
 		return nil, err
 	}
-	c.contain(config)
+	i.contain(config)
 	return json.Marshal(config)
 }
 
 // contain keeps a configuration from touching the machine, where it doesn't
 // say otherwise itself.
-func (c *Caddy) contain(config map[string]any) {
+func (i *instance) contain(config map[string]any) {
 	admin := object(config, "admin")
-	setDefault(admin, "listen", c.Admin[len("http://"):])
+	setDefault(admin, "listen", i.Admin[len("http://"):])
 	object(admin, "config")["persist"] = false
-	setDefault(config, "storage", map[string]any{"module": "file_system", "root": c.dir})
+	setDefault(config, "storage", map[string]any{"module": "file_system", "root": i.dir})
 	setDefault(object(object(object(config, "logging"), "logs"), "default"), "writer",
-		map[string]any{"output": "file", "filename": c.logFile(), "roll": false})
+		map[string]any{"output": "file", "filename": i.logFile(), "roll": false})
 }
 
 func object(parent map[string]any, key string) map[string]any {
@@ -113,12 +127,24 @@ func setDefault(m map[string]any, key string, value any) {
 	}
 }
 
-func (c *Caddy) logFile() string { return filepath.Join(c.dir, "caddy.log") }
+func (i *instance) logFile() string { return filepath.Join(i.dir, "caddy.log") }
 
 // Log returns what Caddy logged so far, a JSON object a line.
-func (c *Caddy) Log() (string, error) {
-	log, err := os.ReadFile(c.logFile())
+func (i *instance) Log() (string, error) {
+	log, err := os.ReadFile(i.logFile())
 	return string(log), err
+}
+
+// Metrics returns the metrics of Caddy and its modules by name, and those of the
+// process it runs in.
+func (i *instance) Metrics() (map[string]*dto.MetricFamily, error) {
+	resp, err := http.Get(i.Admin + "/metrics")
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	return parser.TextToMetricFamilies(resp.Body)
 }
 
 // Stop ends Caddy and removes its files.

@@ -11,6 +11,11 @@ import (
 	"github.com/prefix-affinity/caddy/integration/engine"
 )
 
+func TestMain(m *testing.M) {
+	BeCaddy()
+	os.Exit(m.Run())
+}
+
 func TestHarness(t *testing.T) {
 	fleet, err := Engines(2, engine.Config{})
 	if err != nil {
@@ -88,5 +93,68 @@ func TestHarness(t *testing.T) {
 	}
 	if _, err := os.Stat(dir); !os.IsNotExist(err) {
 		t.Errorf("%s is left: %v", dir, err)
+	}
+}
+
+func TestProcess(t *testing.T) {
+	addr, err := FreeAddr()
+	if err != nil {
+		t.Fatal(err)
+	}
+	site := "{\n\tgrace_period 1s\n}\nhttp://" + addr + " {\n\trespond %s\n}\n"
+	p, err := StartProcess(fmt.Sprintf(site, "one"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+		if _, err := os.Stat(p.dir); !os.IsNotExist(err) {
+			t.Errorf("%s is left: %v", p.dir, err)
+		}
+	}()
+	get := func() string {
+		resp, err := http.Get("http://" + addr)
+		if err != nil {
+			return err.Error()
+		}
+		defer resp.Body.Close()
+		body, _ := io.ReadAll(resp.Body)
+		return string(body)
+	}
+	if got := get(); got != "one" {
+		t.Errorf("at first: %s", got)
+	}
+	if err := p.Reload(fmt.Sprintf(site, "two")); err != nil || get() != "two" {
+		t.Errorf("after a reload: %s, %v", get(), err)
+	}
+	metrics, err := p.Metrics()
+	if err != nil || metrics["process_resident_memory_bytes"].GetMetric()[0].GetGauge().GetValue() < 1<<20 {
+		t.Errorf("metrics: %v, %v", metrics["process_resident_memory_bytes"], err)
+	}
+	for name, end := range map[string]func() error{"stop": p.Stop, "kill": p.Kill} {
+		if err := end(); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if got := get(); !strings.Contains(got, "refused") {
+			t.Errorf("after %s: %s", name, got)
+		}
+		if err := end(); err != nil {
+			t.Errorf("%s again: %v", name, err)
+		}
+		if err := p.Start(); err != nil {
+			t.Fatal(err)
+		}
+		if got := get(); got != "one" {
+			t.Errorf("started after %s: %s", name, got)
+		}
+	}
+	if p, err := StartProcess("bad {\n\tnonsense\n}\n"); err == nil {
+		t.Errorf("a bad Caddyfile was started: %v", p.Close())
+	}
+	broken := "http://" + addr + " {\n\tlog {\n\t\toutput file /dev/null/log\n\t}\n}\n"
+	if _, err := StartProcess(broken); err == nil || !strings.Contains(err.Error(), "/dev/null/log") {
+		t.Errorf("a Caddyfile that can't be loaded: %v", err)
 	}
 }
