@@ -8,6 +8,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 )
 
 // drains are the upstreams that get no new prefixes, and since when. One that
@@ -84,6 +86,15 @@ func (p *Policy) drain(now time.Time) {
 		since, _ := p.learned.begun.of(upstream)
 		p.drains.set(upstream, since)
 	}
+}
+
+// draining returns since when an upstream drains, by the configuration or the
+// admin API; false if it doesn't.
+func (p *Policy) draining(up *reverseproxy.Upstream) (since time.Time, drains bool) {
+	if since, drains = p.drains.of(up.String()); drains {
+		return since, drains
+	}
+	return p.learned.drained.of(up.String())
 }
 
 // endDrain ends the drains that no other configuration goes on with.

@@ -129,10 +129,11 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	return res, nil
 }
 
-// requestOf finds the request that was sent last in this request's context:
-// Select and RoundTrip follow each other on one goroutine.
+// requestOf finds the policy's request that was sent last in this request's
+// context: Select and RoundTrip follow each other on one goroutine.
 func (o *observer) requestOf(req *http.Request) *request {
-	q, _ := caddyhttp.GetVar(req.Context(), o.policy.varsKey).(*request)
+	trail, _ := caddyhttp.GetVar(req.Context(), trailVar).(*trail)
+	q := trail.find(o.policy, nil)
 	if q == nil || q.attempt == nil {
 		return nil
 	}

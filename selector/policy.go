@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
@@ -36,7 +37,6 @@ type Policy struct {
 	last     atomic.Pointer[resolved]
 	poller   *poller // nil: the engines' metrics are not read
 	observer *observer
-	varsKey  string // of this policy's state in a request's variables
 	logger   *zap.Logger
 }
 
@@ -44,7 +44,6 @@ type Policy struct {
 // of the reverse_proxy handler that it belongs to.
 func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	p := &Policy{config: config.withDefaults(), logger: ctx.Logger()}
-	p.varsKey = fmt.Sprintf("prefix_affinity.%p", p)
 	p.rule = affinity.Rule{
 		MinMatchTokens: p.config.MinMatch,
 		Alpha:          p.config.AffinityWeight,
@@ -132,12 +131,14 @@ func (p *Policy) Cleanup() error {
 
 // Select returns an available host, if any.
 func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) *reverseproxy.Upstream {
-	q := p.requestOf(r)
+	vars, _ := r.Context().Value(caddyhttp.VarsCtxKey).(map[string]any)
+	trail, _ := vars[trailVar].(*trail)
+	q := trail.find(p, r)
 	if q == nil {
 		if p.poller != nil {
 			p.poller.run()
 		}
-		q = p.newRequest(r)
+		q = p.newRequest(vars, r)
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -35,11 +35,11 @@ const (
 type request struct {
 	policy *Policy
 	r      *http.Request // the handler's clone, the same for all attempts
-	outer  *request      // the request that led to this one through the same policy
-	first  *request      // of those that one HTTP request leads to; the placeholders are there
-	latest *request      // of these, the one that was decided last; kept by the first
-	stop   func() bool   // takes back the request's own end
-	scope  string        // its tenant
+	trail  *trail
+	own    trail       // that of the first request
+	before *request    // on the trail
+	stop   func() bool // takes back the request's own end
+	scope  string      // its tenant
 
 	mu       sync.Mutex
 	key      prefixhash.Key
@@ -61,39 +61,52 @@ type request struct {
 	attempts       int
 }
 
-// requestOf finds the state of r. The variables of a request are shared by all
-// handlers that it passes, and one handler may run inside its own response
-// routes: the clone that it made tells the runs apart.
-func (p *Policy) requestOf(r *http.Request) *request {
-	q, _ := caddyhttp.GetVar(r.Context(), p.varsKey).(*request)
-	for ; q != nil && q.r != r; q = q.outer {
+// A trail is what one HTTP request leads to: it may pass several handlers, and
+// one handler may run inside its own response routes. Only the goroutine that
+// serves the request uses it.
+type trail struct {
+	newest *request
+	latest *request // the one that was decided last
+}
+
+// trailVar names the variable that holds a request's trail.
+const trailVar = "prefix_affinity"
+
+// find returns a policy's newest request on the trail: that of r, where r is
+// given, because the clone that a handler made tells its runs apart. t and what
+// it returns may be nil.
+func (t *trail) find(p *Policy, r *http.Request) *request {
+	if t == nil {
+		return nil
+	}
+	q := t.newest
+	for q != nil && (q.policy != p || r != nil && q.r != r) {
+		q = q.before
 	}
 	return q
 }
 
 // newRequest reads what the request says about its prompt.
-func (p *Policy) newRequest(r *http.Request) *request {
+func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 	q := &request{policy: p, r: r}
-	q.outer, _ = caddyhttp.GetVar(r.Context(), p.varsKey).(*request)
-	caddyhttp.SetVar(r.Context(), p.varsKey, q)
+	if q.trail, _ = vars[trailVar].(*trail); q.trail == nil {
+		q.trail = &q.own
+		if vars != nil {
+			vars[trailVar] = q.trail
+		}
+		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+			repl.Map(q.trail.placeholder)
+		}
+	}
+	q.before, q.trail.newest = q.trail.newest, q
 	q.readKey()
 	noticed.body(p.logger, q.cause, time.Now())
 	if q.cause != keyed {
 		metrics.withoutKey(q.cause)
 	}
 	q.stop = context.AfterFunc(r.Context(), q.end)
-	if q.first, _ = caddyhttp.GetVar(r.Context(), firstVar).(*request); q.first == nil {
-		q.first = q
-		caddyhttp.SetVar(r.Context(), firstVar, q)
-		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
-			repl.Map(q.placeholder)
-		}
-	}
 	return q
 }
-
-// firstVar names the variable that holds the first request of any policy.
-const firstVar = "prefix_affinity.first"
 
 // readKey reads the body, as far as it is wanted, and makes the prompt's key.
 func (q *request) readKey() {
@@ -216,7 +229,7 @@ func (q *request) rewind(r *http.Request) bool {
 // send notes the attempt that comes next.
 func (q *request) send(now time.Time, attempt *affinity.Attempt, choice affinity.Choice, upstream, holder string) {
 	q.attempt, q.choice, q.upstream, q.holder = attempt, choice, upstream, holder
-	q.first.latest = q
+	q.trail.latest = q
 	q.attempts++
 	q.sent = now
 	q.series = metrics.of(upstream)
@@ -237,17 +250,13 @@ func (q *request) giveUp() {
 }
 
 func (q *request) stateOf(up *reverseproxy.Upstream, now time.Time) affinity.State {
-	upstream := up.String()
 	switch {
 	case !up.Available():
 		return affinity.Unavailable
-	case slices.Contains(q.failed, upstream):
+	case len(q.failed) > 0 && slices.Contains(q.failed, up.String()):
 		return affinity.Failed
 	}
-	since, drained := q.policy.drains.of(upstream)
-	if !drained {
-		since, drained = q.policy.learned.drained.of(upstream)
-	}
+	since, drained := q.policy.draining(up)
 	switch {
 	case !drained:
 		return affinity.Available
@@ -286,12 +295,12 @@ func (q *request) end() {
 	}
 }
 
-// placeholder resolves {http.reverse_proxy.prefix_affinity.*} for the first
-// request and those that follow it: what was decided last counts. It is called on
-// the request's goroutine only.
-func (q *request) placeholder(name string) (any, bool) {
+// placeholder resolves {http.reverse_proxy.prefix_affinity.*}: what was decided
+// last counts.
+func (t *trail) placeholder(name string) (any, bool) {
 	name, ok := strings.CutPrefix(name, "http.reverse_proxy.prefix_affinity.")
-	if q = q.latest; !ok || q == nil {
+	q := t.latest
+	if !ok || q == nil {
 		return nil, false
 	}
 	switch name {

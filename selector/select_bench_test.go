@@ -75,7 +75,7 @@ func BenchmarkSelect(b *testing.B) {
 				if p.Select(pool, r, nil) == nil {
 					b.Fatal("nothing selected")
 				}
-				q := p.requestOf(r)
+				q := caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
 				q.settle()
 				q.attempt.Finish(time.Now(), affinity.Served, 0)
 				q.stop()

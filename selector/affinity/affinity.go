@@ -38,14 +38,15 @@ type Rule struct {
 	Rendezvous bool
 }
 
-// State says whether a candidate may be chosen.
+// State says whether a candidate may be chosen. Of a later one none is chosen
+// while there are others.
 type State uint8
 
 const (
 	Available   State = iota
-	Unavailable       // unhealthy, full or its circuit open: never chosen
-	Failed            // already failed this request: chosen if nothing else is left
 	Drained           // keeps the conversations that only it holds, gets nothing new
+	Failed            // already failed this request
+	Unavailable       // unhealthy, full or its circuit open: never chosen
 )
 
 // Candidate is a replica among which to choose.

@@ -74,9 +74,20 @@ func (x *Index) change(r *Replica, t *table) {
 
 // scratch is what a decision needs for a moment.
 type scratch struct {
-	views []view
+	views []view // empty where nothing but the load decides
 	spans []span
 }
+
+// matched returns how many prompt bytes a candidate is believed to hold.
+func (s *scratch) matched(candidate int) uint32 {
+	if candidate >= len(s.views) {
+		return 0
+	}
+	return s.views[candidate].matched
+}
+
+// noKey is the key of a request that has none.
+var noKey = prefixhash.Key{Stream: true}
 
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
@@ -95,38 +106,57 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		return Choice{Candidate: -1, Holder: -1}, nil
 	}
 	f := x.fleet
-	if key == nil {
-		key = &prefixhash.Key{Stream: true}
-	}
-	if x.fleet.blind.Load() > 0 {
+	if f.blind.Load() > 0 {
 		f.advance(now, cands)
+	}
+	if key == nil {
+		key = &noKey
 	}
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
+
 	minMatch := uint32(max(rule.MinMatchTokens, 1) * BytesPerToken)
-
 	chain := key.Blocks
-	var stripe *sync.Mutex
-	if len(chain) > 0 {
-		stripe = &x.stripes[chain[0].Hash%uint64(len(x.stripes))]
-		stripe.Lock()
-	}
-	x.look(s, chain, cands, rule)
-	views := s.views
-	session := find(views, x.sessions.get(key.Session))
-	previous := x.sessions.get(key.Previous)
-	stored := find(views, previous)
-	admit(views, cands, minMatch, session, stored)
-
-	f.mu.Lock()
-	g := f.join(cands)
-	for i, c := range cands {
-		views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
-	}
 	prompt := float64(key.Bytes) / BytesPerToken
-	choice := x.choose(views, g, key, rule, minMatch, prompt, session, stored, now)
-	if previous != 0 && stored != choice.Candidate && choice.Candidate >= 0 {
-		choice.Reason = Gone
+	var choice Choice
+	var stripe *sync.Mutex
+	if len(chain) == 0 && key.Session == 0 && key.Previous == 0 {
+		s.views = s.views[:0]
+		f.mu.Lock()
+		f.join(cands)
+		choice = Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
+	} else {
+		if len(chain) > 0 {
+			stripe = &x.stripes[chain[0].Hash%uint64(len(x.stripes))]
+			stripe.Lock()
+		}
+		x.look(s, chain, cands, rule)
+		views := s.views
+		session := find(views, x.sessions.get(key.Session))
+		previous := x.sessions.get(key.Previous)
+		stored := find(views, previous)
+		admit(views, cands, minMatch, session, stored)
+		f.mu.Lock()
+		g := f.join(cands)
+		for i, c := range cands {
+			views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
+		}
+		choice = x.choose(views, cands, g, key, rule, minMatch, prompt, session, stored, now)
+		if previous != 0 && stored != choice.Candidate && choice.Candidate >= 0 {
+			choice.Reason = Gone
+		}
+	}
+	if choice.Candidate >= 0 && fallback != nil && (rule.Shadow || undecided(choice, rule)) {
+		f.mu.Unlock()
+		if stripe != nil {
+			stripe.Unlock()
+			stripe = nil
+		}
+		if c := fallback(choice); c >= 0 && c < len(cands) && cands[c].State != Unavailable {
+			choice.Candidate = c
+			choice.MatchedTokens = int(s.matched(c) / BytesPerToken)
+		}
+		f.mu.Lock()
 	}
 	if choice.Candidate < 0 {
 		f.mu.Unlock()
@@ -135,44 +165,32 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		}
 		return choice, nil
 	}
-	if fallback != nil && (rule.Shadow || undecided(choice, rule)) {
-		f.mu.Unlock()
-		if stripe != nil {
-			stripe.Unlock()
-			stripe = nil
-		}
-		if c := fallback(choice); c >= 0 && c < len(cands) && cands[c].State != Unavailable {
-			choice.Candidate = c
-			choice.MatchedTokens = int(views[c].matched / BytesPerToken)
-		}
-		f.mu.Lock()
-	}
-	v := &views[choice.Candidate]
+	r := cands[choice.Candidate].Replica
 	a := &Attempt{
-		replica: v.r, prompt: prompt, uncached: uncached(prompt, v.matched), sent: now,
+		replica: r, prompt: prompt, uncached: uncached(prompt, s.matched(choice.Candidate)), sent: now,
 		blind: !key.Stream, judged: key.Judged && len(chain) > 0,
 	}
 	a.known = a.first[:0]
-	v.r.load.enqueue(a, now)
-	v.r.load.give(v.r.group.Load(), a.uncached, v.r.limit(), len(cands))
+	r.load.enqueue(a, now)
+	r.load.give(r.group.Load(), a.uncached, r.limit(), len(cands))
 	if len(chain) == 0 {
-		v.r.load.turn = x.turns.Add(1)
+		r.load.turn = x.turns.Add(1)
 	}
 	f.sweep(now)
 	f.mu.Unlock()
 
 	if len(chain) > 0 {
-		a.table = x.table(v.r)
+		a.table = x.table(r)
 		limit := int(x.bound.Load()) / len(*x.tables.Load())
-		v.r.mu.Lock()
-		a.generation = v.r.generation
-		v.r.send(a.table, a, chain, v.blocks, limit, s.spans[:0])
-		v.r.mu.Unlock()
+		r.mu.Lock()
+		a.generation = r.generation
+		r.send(a.table, a, chain, s.views[choice.Candidate].blocks, limit, s.spans[:0])
+		r.mu.Unlock()
 	}
 	if stripe != nil {
 		stripe.Unlock()
 	}
-	x.sessions.set(key.Session, v.r.serial)
+	x.sessions.set(key.Session, r.serial)
 	return choice, a
 }
 
@@ -204,15 +222,16 @@ func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, ru
 }
 
 // choose applies the rule. Fleet.mu is held.
-func (x *Index) choose(views []view, g *group, key *prefixhash.Key, rule *Rule, minMatch uint32, prompt float64, session, stored int, now time.Time) Choice {
+func (x *Index) choose(views []view, cands []Candidate, g *group, key *prefixhash.Key, rule *Rule, minMatch uint32, prompt float64, session, stored int, now time.Time) Choice {
 	c := Choice{PromptTokens: int(prompt), Holder: -1}
 	switch {
 	case stored >= 0 && views[stored].usable:
 		c.Candidate, c.Reason = stored, Session
-	case len(key.Blocks) == 0 && session >= 0 && spare(views, session):
-		c.Candidate, c.Reason = session, Session
 	case len(key.Blocks) == 0:
-		c.Candidate, c.Reason = idlest(views), NoKey
+		c.Candidate, c.Reason = leastBusy(cands), NoKey
+		if session >= 0 && views[session].usable && views[session].inFlight <= views[c.Candidate].inFlight+1 {
+			c.Candidate, c.Reason = session, Session
+		}
 	default:
 		weigh(views, g, rule, minMatch, prompt, key.Blocks, now)
 		tie := func(i int) float64 { return views[i].r.load.filled(views[i].r.group.Load(), views[i].r.limit()) }
@@ -247,11 +266,6 @@ func undecided(c Choice, rule *Rule) bool {
 	default:
 		return false
 	}
-}
-
-// spare reports whether a candidate is no busier than any other but for one request.
-func spare(views []view, at int) bool {
-	return views[at].usable && views[at].inFlight <= views[idlest(views)].inFlight+1
 }
 
 func find(views []view, serial uint32) int {
@@ -291,7 +305,7 @@ func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, ru
 	for i, c := range cands {
 		views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
 	}
-	return x.choose(views, g, key, rule, minMatch, float64(key.Bytes)/BytesPerToken, session, stored, now)
+	return x.choose(views, cands, g, key, rule, minMatch, float64(key.Bytes)/BytesPerToken, session, stored, now)
 }
 
 // Learn notes that the response or conversation of an id is kept at a replica;

@@ -216,18 +216,20 @@ func admit(views []view, cands []Candidate, minMatch uint32, session, stored int
 	}
 }
 
-// idlest chooses for a request without a key: the fewest in flight, and of
-// equals the one whose turn it is.
-func idlest(views []view) int {
-	best := -1
-	for i := range views {
-		v := &views[i]
-		if !v.usable {
+// leastBusy chooses for a request that nothing is known of: the fewest in
+// flight, and of equals the one whose turn it is; -1 if none is available.
+// Fleet.mu is held.
+func leastBusy(cands []Candidate) int {
+	best, fewest, last, state := -1, 0, uint64(0), Unavailable
+	for i := range cands {
+		c := &cands[i]
+		if c.State > state || c.State == Unavailable {
 			continue
 		}
-		if best < 0 || v.inFlight < views[best].inFlight ||
-			v.inFlight == views[best].inFlight && v.r.load.turn < views[best].r.load.turn {
-			best = i
+		l := &c.Replica.load
+		n := max(l.inFlight, c.InFlight)
+		if c.State < state || n < fewest || n == fewest && l.turn < last {
+			best, fewest, last, state = i, n, l.turn, c.State
 		}
 	}
 	return best
