@@ -8,8 +8,15 @@ import (
 	"time"
 )
 
-// forgetAfter is how long a replica that serves nothing is remembered.
-const forgetAfter = time.Hour
+const (
+	// forgetAfter is how long a replica is remembered that is no candidate of any
+	// request.
+	forgetAfter = time.Hour
+	// maxReplicas are remembered, if so many are not candidates at once: those
+	// that come and go within an hour must not pile up. Each takes some 8 KB
+	// beside its blocks.
+	maxReplicas = 1024
+)
 
 // A Fleet keeps what is known of every replica of the process by its address:
 // load, speed, capacity. It outlives the policies that use it.
@@ -31,7 +38,7 @@ func NewFleet() *Fleet {
 }
 
 // Replica returns the replica at an address. Callers ask again for every
-// request: a replica that served nothing for an hour is forgotten.
+// request: a replica that was no candidate for an hour is forgotten.
 func (f *Fleet) Replica(addr string) *Replica {
 	if r := (*f.replicas.Load())[addr]; r != nil {
 		return r
@@ -64,21 +71,34 @@ func (f *Fleet) Snapshot(now time.Time) []ReplicaState {
 	return states
 }
 
-// sweep forgets the replicas that nobody used for long. f.mu is held.
+// sweep forgets the replicas that have not been candidates for long, and, where
+// there are too many, those that have not been for longest. f.mu is held.
 func (f *Fleet) sweep(now time.Time) {
-	if now.Sub(f.swept) < forgetAfter/6 {
+	crowded := len(*f.replicas.Load()) > maxReplicas
+	if !crowded && now.Sub(f.swept) < forgetAfter/6 {
 		return
 	}
 	f.swept = now
 	f.grow.Lock()
 	defer f.grow.Unlock()
 	old := *f.replicas.Load()
-	next := make(map[string]*Replica, len(old))
-	for addr, r := range old {
-		if r.load.inFlight > 0 || r.load.used.IsZero() || now.Sub(r.load.used) < forgetAfter {
-			next[addr] = r
-			continue
+	unused := make([]*Replica, 0, len(old))
+	for _, r := range old {
+		if r.load.used.IsZero() { // made for a request that is still on its way here
+			r.load.used = now
 		}
+		if r.load.inFlight == 0 && r.load.used.Before(now) {
+			unused = append(unused, r)
+		}
+	}
+	slices.SortFunc(unused, func(a, b *Replica) int { return a.load.used.Compare(b.load.used) })
+	next := maps.Clone(old)
+	for _, r := range unused {
+		// A quarter more than must go, so that the next one comes in peace.
+		if now.Sub(r.load.used) < forgetAfter && (!crowded || len(next) <= maxReplicas*3/4) {
+			break
+		}
+		delete(next, r.addr)
 		r.gone.Store(true)
 	}
 	if len(next) < len(old) {
@@ -114,11 +134,13 @@ type group struct {
 	vote vote
 }
 
-// join puts the candidates into one group. f.mu is held.
-func (f *Fleet) join(cands []Candidate) *group {
+// join puts the candidates into one group and notes that they are in use. f.mu
+// is held.
+func (f *Fleet) join(cands []Candidate, now time.Time) *group {
 	var g *group
 	fresh := 0
 	for i := range cands {
+		cands[i].Replica.load.used = now
 		switch h := cands[i].Replica.group.Load(); {
 		case h == nil:
 			fresh++

@@ -53,7 +53,28 @@ func (x *Index) table(r *Replica) *table {
 	}
 	t := newTable()
 	x.change(r, t)
+	x.trim()
 	return t
+}
+
+// limit is each replica's share of the bound, in blocks.
+func (x *Index) limit() int { return int(x.bound.Load()) / len(*x.tables.Load()) }
+
+// trim takes the replicas that hold more than their share back to it, now that
+// there is one more: whoever gets requests does that himself, but replicas that
+// have left get none. Some excess is left alone, so that many that come one after
+// the other don't have everything rebuilt each time. x.grow is held.
+func (x *Index) trim() {
+	limit := x.limit()
+	for r, t := range *x.tables.Load() {
+		r.mu.Lock()
+		if r.order.blocks > limit+limit/4 {
+			r.makeRoom(0, limit, nil)
+			r.order.compact()
+			t.rebuildAll(&r.order)
+		}
+		r.mu.Unlock()
+	}
 }
 
 // change drops the tables of replicas that are gone, and adds one.
@@ -123,7 +144,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	if len(chain) == 0 && key.Session == 0 && key.Previous == 0 {
 		s.views = s.views[:0]
 		f.mu.Lock()
-		f.join(cands)
+		f.join(cands, now)
 		choice = Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
 	} else {
 		if len(chain) > 0 {
@@ -137,7 +158,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		stored := find(views, previous)
 		admit(views, cands, minMatch, session, stored)
 		f.mu.Lock()
-		g := f.join(cands)
+		g := f.join(cands, now)
 		for i, c := range cands {
 			views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
 		}
@@ -181,7 +202,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 
 	if len(chain) > 0 {
 		a.table = x.table(r)
-		limit := int(x.bound.Load()) / len(*x.tables.Load())
+		limit := x.limit()
 		r.mu.Lock()
 		a.generation = r.generation
 		r.send(a.table, a, chain, s.views[choice.Candidate].blocks, limit, s.spans[:0])

@@ -54,8 +54,8 @@ type load struct {
 	penalties []penalty
 	queue     float64 // tokens queued there by others, as of queuedAt
 	queuedAt  time.Time
-	depth     float64 // as reported
-	used      time.Time
+	depth     float64   // as reported
+	used      time.Time // when it was last a candidate
 }
 
 // penalty is the work of a request that a replica refused.
@@ -110,7 +110,6 @@ func (l *load) enqueue(a *Attempt, now time.Time) {
 	l.inFlight++
 	l.backlog += a.uncached
 	l.prompt += a.prompt
-	l.used = now
 	if a.blind {
 		a.replica.fleet.blind.Add(1)
 	}

@@ -157,14 +157,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		a.known = append(a.known, expectation{chain[s.to-1].End, s.far})
 	}
 
-	// Make room, in whole runs so that what stays is still a prefix.
-	for o.blocks+len(chain)-have > limit {
-		slot := o.oldest(spans)
-		if slot == 0 {
-			break
-		}
-		o.release(slot)
-	}
+	r.makeRoom(len(chain)-have, limit, spans)
 	chain = chain[:min(len(chain), have+max(limit-o.blocks, 0))]
 	if len(chain) == 0 {
 		return
@@ -215,6 +208,19 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 	a.place = len(r.provisional)
 	r.provisional = append(r.provisional, a)
 	o.forget(r.capacity)
+}
+
+// makeRoom forgets what was used least recently, as far as it takes for so many
+// more blocks to stay within the limit: in whole runs, so that what stays is
+// still a prefix, and nothing of what keep holds. r.mu is held.
+func (r *Replica) makeRoom(blocks, limit int, keep []span) {
+	for o := &r.order; o.blocks+blocks > limit; {
+		slot := o.oldest(keep)
+		if slot == 0 {
+			return
+		}
+		o.release(slot)
+	}
 }
 
 // owns reports whether an attempt still stands for a run. r.mu is held.

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
@@ -455,76 +454,6 @@ func TestLookup(t *testing.T) {
 	}
 }
 
-// TestAccounts: whatever comes in whatever order, in the end nothing is left,
-// also with everything at once from several goroutines.
-func TestAccounts(t *testing.T) {
-	x := newFixture(4)
-	x.index = NewIndex(x.fleet, 20_000)
-	var wg sync.WaitGroup
-	for g := range uint64(4) {
-		wg.Go(func() {
-			rng := rand.New(rand.NewPCG(g, 5))
-			now := now0
-			chains := prompts(rng, 400)
-			var live []*Attempt
-			act := func(a *Attempt) {
-				switch rng.IntN(6) {
-				case 0:
-					a.Confirm(now, rng.IntN(2) == 0)
-				case 1:
-					a.FirstOutput(now)
-				case 2:
-					a.Report(rng.IntN(1000)-1, rng.IntN(1000)-1)
-				case 3:
-					a.Replica().ReportLoad(now, float64(rng.IntN(20)))
-				case 4:
-					if rng.IntN(50) == 0 {
-						a.Replica().Restarted()
-					}
-					a.Replica().Snapshot(now)
-				default:
-					a.Finish(now, Outcome(rng.IntN(5)), time.Duration(rng.IntN(3))*time.Second)
-				}
-			}
-			for i, chain := range chains {
-				key := &prefixhash.Key{Blocks: chain, Bytes: len(chain) * testBlock, Stream: rng.IntN(3) > 0, Judged: rng.IntN(4) > 0, Session: uint64(rng.IntN(9))}
-				if rng.IntN(10) == 0 {
-					key = nil
-				}
-				now = now.Add(time.Duration(rng.IntN(100)) * time.Millisecond)
-				_, a := x.index.Route(now, key, x.cands[rng.IntN(2):2+rng.IntN(3)], &x.rule, nil)
-				live = append(live, a)
-				for range 8 {
-					act(live[rng.IntN(i+1)])
-				}
-			}
-			for _, a := range live {
-				a.Finish(now, Outcome(rng.IntN(5)), 0)
-				act(a)
-			}
-		})
-	}
-	wg.Wait()
-	for _, c := range x.cands {
-		r := c.Replica
-		s := r.Snapshot(now0.Add(time.Hour))
-		if s.InFlight != 0 || s.Waiting != 0 || s.PendingPrefillTokens != 0 || s.PromptTokens != 0 {
-			t.Errorf("left: %+v", s)
-		}
-		if len(r.provisional) != 0 || r.order.running != 0 || r.order.wait != 0 || r.load.first != nil || r.load.last != nil {
-			t.Errorf("left: %d provisional, %d running, %d waiting", len(r.provisional), r.order.running, r.order.wait)
-		}
-		for slot := range r.order.runs {
-			if p := r.order.runs[slot].phase; p == waiting || p == running {
-				t.Errorf("run %d is still %d", slot, p)
-			}
-		}
-	}
-	if n := x.fleet.blind.Load(); n != 0 {
-		t.Errorf("%d blind attempts left", n)
-	}
-}
-
 func TestRefusal(t *testing.T) {
 	x := newFixture(2)
 	prompt := keyOf(series(1, 100)...)
@@ -689,6 +618,69 @@ func TestForgotten(t *testing.T) {
 	}
 	if f.Find("0") != nil {
 		t.Error("an unused replica was not forgotten")
+	}
+
+	t.Run("candidates that were never chosen", func(t *testing.T) {
+		x := newFixture(1)
+		for i := range 500 {
+			x.now = x.now.Add(time.Minute)
+			other := x.fleet.Replica(fmt.Sprint(i))
+			_, a := x.index.Route(x.now, nil, []Candidate{{Replica: other, State: Unavailable}, x.cands[0]}, &x.rule, nil)
+			a.Finish(x.now, Served, 0)
+		}
+		if n := len(*x.fleet.replicas.Load()); n > 80 {
+			t.Errorf("%d replicas remembered", n)
+		}
+	})
+	t.Run("but not what is still there", func(t *testing.T) {
+		x := newFixture(4)
+		prompt := keyOf(series(1, 100)...)
+		at := x.serve(prompt).Candidate
+		x.now = x.now.Add(8 * time.Hour) // of the night
+		x.serve(keyOf(9))
+		x.now = x.now.Add(time.Hour)
+		if c := x.serve(prompt); c.Candidate != at || c.Reason != Affinity || x.cands[at].Replica.Gone() {
+			t.Errorf("%+v", c)
+		}
+	})
+}
+
+// TestChurn: replicas that come and go faster than time forgets them neither pile
+// up themselves nor do their blocks.
+func TestChurn(t *testing.T) {
+	const bound, replicas = 10_000, maxReplicas * 5 / 4
+	x := newFixture(1)
+	x.index = NewIndex(x.fleet, bound)
+	most := 0
+	for i := range replicas {
+		x.now = x.now.Add(10 * time.Millisecond)
+		x.cands[0].Replica = x.fleet.Replica(fmt.Sprint(i))
+		for n := range 1 + 2*bound/20/(i+1) { // to fill its share
+			x.serve(keyOf(series(n, 20)...))
+		}
+		if i&(i-1) == 0 || i == replicas-1 {
+			blocks, entries := 0, 0
+			for r, table := range *x.index.tables.Load() {
+				blocks += r.order.blocks
+				var last *segment
+				for _, s := range table.dir {
+					if s != last {
+						entries += len(s.entries)
+					}
+					last = s
+				}
+			}
+			most = max(most, blocks)
+			if n := len(*x.index.tables.Load()); entries > 4*bound+smallSegment*n {
+				t.Errorf("%d entries for %d blocks after %d replicas, %d of them known", entries, blocks, i+1, n)
+			}
+		}
+	}
+	if most > bound*5/4 {
+		t.Errorf("%d blocks in an index of %d", most, bound)
+	}
+	if n := len(*x.fleet.replicas.Load()); n > maxReplicas {
+		t.Errorf("%d replicas remembered", n)
 	}
 }
 

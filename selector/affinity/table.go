@@ -166,3 +166,21 @@ func (t *table) rebuild(o *order, s, twin *segment, size int) {
 		to.filled++
 	}
 }
+
+// rebuildAll moves the live entries to a table of the size that they need.
+func (t *table) rebuildAll(o *order) {
+	old := *t
+	*t = *newTable()
+	var last *segment
+	for _, s := range old.dir { // neighbours may be the same
+		if s == last {
+			continue
+		}
+		last = s
+		for _, e := range s.entries {
+			if e.slot != 0 && o.runs[e.slot].gen == e.gen {
+				t.put(o, e.hash, e.slot)
+			}
+		}
+	}
+}
