@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 
+	"github.com/prefix-affinity/caddy/integration/measure"
 	"github.com/prefix-affinity/caddy/selector/affinity"
 )
 
@@ -56,31 +57,74 @@ func newTestRequest(tb testing.TB, method, body string) (r *http.Request, end fu
 	return caddyhttp.PrepareRequest(r, caddy.NewReplacer(), nil, new(caddyhttp.Server)), cancel
 }
 
-// A decision without a body, the account and its end included, beside Caddy's
-// own least_conn.
+// deciders returns how Caddy's own least_conn and this policy decide, the
+// account and its end included.
+func deciders(tb testing.TB, replicas int) (stock, ours func(*http.Request)) {
+	tb.Helper()
+	pool := upstreams(replicas)
+	least := new(reverseproxy.LeastConnSelection)
+	p := newTestPolicy(tb, Config{})
+	return func(r *http.Request) {
+			if least.Select(pool, r, nil) == nil {
+				tb.Fatal("nothing selected")
+			}
+		}, func(r *http.Request) {
+			if p.Select(pool, r, nil) == nil {
+				tb.Fatal("nothing selected")
+			}
+			q := caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
+			q.settle()
+			q.attempt.Finish(time.Now(), affinity.Served, 0)
+			q.stop()
+		}
+}
+
+// selectCosts are how many times as long as with least_conn a decision without
+// a body may take, by the number of upstreams.
+var selectCosts = map[int]float64{8: 6, 64: 2.5}
+
+// BenchmarkSelect is a decision without a body, beside Caddy's own least_conn.
 func BenchmarkSelect(b *testing.B) {
 	for _, n := range []int{8, 64} {
-		pool := upstreams(n)
-		b.Run(fmt.Sprintf("least_conn/%d", n), func(b *testing.B) {
-			policy := new(reverseproxy.LeastConnSelection)
-			benchmarkSelect(b, func(r *http.Request) {
-				if policy.Select(pool, r, nil) == nil {
-					b.Fatal("nothing selected")
-				}
-			})
-		})
+		stock, ours := deciders(b, n)
+		b.Run(fmt.Sprintf("least_conn/%d", n), func(b *testing.B) { benchmarkSelect(b, stock) })
 		b.Run(fmt.Sprintf("prefix_affinity/%d", n), func(b *testing.B) {
-			p := newTestPolicy(b, Config{})
-			benchmarkSelect(b, func(r *http.Request) {
-				if p.Select(pool, r, nil) == nil {
-					b.Fatal("nothing selected")
-				}
-				q := caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
-				q.settle()
-				q.attempt.Finish(time.Now(), affinity.Served, 0)
-				q.stop()
-			})
+			benchmarkSelect(b, ours)
+			b.ReportMetric(selectRatio(b, n, 0), "x_least_conn")
 		})
+	}
+}
+
+// selectRatio compares both.
+func selectRatio(tb testing.TB, replicas int, enough float64) float64 {
+	stock, ours := deciders(tb, replicas)
+	var requests [64]*http.Request // each can be decided once
+	prepare := func() {
+		for i := range requests {
+			requests[i], _ = newTestRequest(tb, http.MethodGet, "")
+		}
+	}
+	batch := func(requests []*http.Request, decide func(*http.Request)) func() {
+		return func() {
+			for _, r := range requests {
+				decide(r)
+			}
+		}
+	}
+	return measure.RatioOf(prepare, enough, batch(requests[:32], ours), batch(requests[32:], stock))
+}
+
+// TestSelectCost: a tenfold slip fails this, noise doesn't.
+func TestSelectCost(t *testing.T) {
+	if testing.Short() || raceEnabled {
+		t.Skip("measures time")
+	}
+	for n, most := range selectCosts {
+		if ratio := selectRatio(t, n, most); ratio > 4*most {
+			t.Errorf("%d upstreams: a decision takes %.1f times as long as with least_conn, at most %.1f expected", n, ratio, most)
+		} else {
+			t.Logf("%d upstreams: %.1f times as long as with least_conn (target %.1f)", n, ratio, most)
+		}
 	}
 }
 

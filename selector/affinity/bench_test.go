@@ -3,110 +3,273 @@ package affinity
 import (
 	"fmt"
 	"runtime"
+	"runtime/metrics"
+	"sync"
 	"sync/atomic"
 	"testing"
 
+	"github.com/cespare/xxhash/v2"
+
+	"github.com/prefix-affinity/caddy/integration/measure"
 	"github.com/prefix-affinity/caddy/prefixhash"
 )
 
-// benchKey is a prompt of 512 KB under a system prompt of 16 KB that every
-// replica holds; conversation c is at replica c modulo their number.
-func benchKey(c, blocks int) *prefixhash.Key {
-	return keyOf(append(series(0, 64), series(c+1, blocks-64)...)...)
+const (
+	longBlocks   = 560 // of a prompt of 512 KB
+	systemBlocks = 64  // of a system prompt of 16 KB
+)
+
+// full is an index that holds as many blocks as it may: prompts of 512 KB under
+// a system prompt that every replica holds, dealt out among them.
+type full struct {
+	*fixture
+	keys  []*prefixhash.Key // some of those that it holds
+	fresh uint64
+	chain [longBlocks]prefixhash.Block
 }
 
-func warm(replicas, conversations, blocks int) (*fixture, []*prefixhash.Key) {
-	x := newFixture(replicas)
-	x.index.Require(100_000_000)
-	keys := make([]*prefixhash.Key, conversations)
-	for c := range keys {
-		keys[c] = benchKey(c, blocks)
+func fill(replicas, blocks int) *full {
+	x := &full{fixture: newFixture(replicas)}
+	x.index.Require(blocks)
+	conversations := max(blocks/(longBlocks-systemBlocks), replicas)
+	for c := range conversations * 5 / 4 {
+		key := keyOf(append(series(0, systemBlocks), series(c+1, longBlocks-systemBlocks)...)...)
 		at := c % replicas
-		_, a := x.index.Route(x.now, keys[c], x.cands[at:at+1], &x.rule, nil)
+		_, a := x.index.Route(x.now, key, x.cands[at:at+1], &x.rule, nil)
 		a.FirstOutput(x.now)
 		a.Finish(x.now, Served, 0)
+		if c >= conversations*3/4 && len(x.keys) < 1000 {
+			x.keys = append(x.keys, key)
+		}
 	}
-	return x, keys
+	return x
 }
 
-// BenchmarkMatch finds what each replica holds of a prompt of 560 blocks (512 KB).
+// insert serves a prompt of 512 KB that nobody has seen.
+func (x *full) insert() {
+	for i := range x.chain {
+		x.fresh++
+		x.chain[i] = prefixhash.Block{Hash: mix(x.fresh + 1<<60), End: uint32(i+1) * testBlock}
+	}
+	x.serve(&prefixhash.Key{Blocks: x.chain[:], Bytes: longBlocks * testBlock, Stream: true})
+}
+
+// insertRatio compares the insertion of a block, with its share of the decision,
+// with xxhash64 over the text of one.
+func (x *full) insertRatio(enough float64) float64 {
+	text := make([]byte, 256)
+	return measure.Ratio(enough, x.insert, func() {
+		for range longBlocks {
+			xxhash.Sum64(text)
+		}
+	})
+}
+
+// matchRatio compares finding what each replica holds of a prompt with making
+// its key, for one of 128k tokens.
+func matchRatio(enough float64) float64 {
+	x := newFixture(8)
+	h := prefixhash.New(prefixhash.Config{Seed: 1})
+	var bodies [16][]byte
+	var keys [16]prefixhash.Key
+	for c := range bodies {
+		bodies[c] = measure.Chat{Bytes: 512 << 10, Conversation: uint64(c)}.JSON()
+		h.Sum(&keys[c], "/v1/chat/completions", bodies[c], true, "")
+		x.serve(&keys[c])
+	}
+	matched := make([]int, 8)
+	return measure.Ratio(enough, func() {
+		for c := range keys {
+			x.index.Lookup(x.now, &keys[c], x.cands, &x.rule, matched)
+		}
+	}, func() {
+		var k prefixhash.Key
+		for c := range bodies {
+			h.Sum(&k, "/v1/chat/completions", bodies[c], true, "")
+		}
+	})
+}
+
+// grid runs a benchmark on full indexes of several sizes.
+func grid(b *testing.B, run func(*testing.B, *full)) {
+	for _, blocks := range []int{1_000_000, 10_000_000} {
+		for _, replicas := range []int{8, 64} {
+			var x *full
+			b.Run(fmt.Sprintf("blocks=%dM/replicas=%d", blocks/1_000_000, replicas), func(b *testing.B) {
+				if x == nil {
+					x = fill(replicas, blocks)
+				}
+				b.ReportAllocs()
+				run(b, x)
+			})
+		}
+	}
+}
+
+// BenchmarkMatch finds what each replica holds of a prompt of 512 KB.
 func BenchmarkMatch(b *testing.B) {
-	for _, replicas := range []int{2, 8, 64, 512} {
-		b.Run(fmt.Sprintf("replicas=%d", replicas), func(b *testing.B) {
-			x, keys := warm(replicas, 1000, 560)
-			matched := make([]int, replicas)
-			b.ReportAllocs()
-			for i := 0; b.Loop(); i++ {
-				x.index.Lookup(x.now, keys[i%len(keys)], x.cands, &x.rule, matched)
+	grid(b, func(b *testing.B, x *full) {
+		matched := make([]int, len(x.cands))
+		for i := 0; b.Loop(); i++ {
+			x.index.Lookup(x.now, x.keys[i%len(x.keys)], x.cands, &x.rule, matched)
+		}
+	})
+	b.Run("x_key", func(b *testing.B) {
+		for b.Loop() {
+			b.ReportMetric(matchRatio(0), "x_key")
+		}
+	})
+}
+
+// BenchmarkRoute is a whole decision for a prompt of 512 KB that a replica
+// holds: match, rule, account, insertion and end.
+func BenchmarkRoute(b *testing.B) {
+	grid(b, func(b *testing.B, x *full) {
+		for i := 0; b.Loop(); i++ {
+			x.serve(x.keys[i%len(x.keys)])
+		}
+	})
+}
+
+// BenchmarkInsert is the same for one that nobody has seen, which replaces
+// another.
+func BenchmarkInsert(b *testing.B) {
+	grid(b, func(b *testing.B, x *full) {
+		for b.Loop() {
+			x.insert()
+		}
+		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/longBlocks, "ns/block")
+		b.ReportMetric(x.insertRatio(0), "x_xxhash64")
+	})
+}
+
+// crowd is what several goroutines route at once: prompts of 128 blocks before 8
+// replicas, of which the first so many start all alike.
+type crowd struct {
+	*fixture
+	keys []*prefixhash.Key
+	next atomic.Int64
+}
+
+func newCrowd(alike int) *crowd {
+	x := &crowd{fixture: newFixture(8)}
+	for i := range 4096 {
+		x.keys = append(x.keys, keyOf(append(series(0, alike), series(i+1, 128-alike)...)...))
+		x.serve(x.keys[i])
+	}
+	return x
+}
+
+func (x *crowd) run(goroutines, n int) {
+	var workers sync.WaitGroup
+	end := x.next.Load() + int64(n)
+	for range goroutines {
+		workers.Go(func() {
+			for i := x.next.Add(1); i <= end; i = x.next.Add(1) {
+				x.serve(x.keys[i%int64(len(x.keys))])
 			}
 		})
 	}
+	workers.Wait()
 }
 
-// BenchmarkRoute is a whole decision: match, rule, account, insertion and end.
-func BenchmarkRoute(b *testing.B) {
-	for _, replicas := range []int{8, 64} {
-		for _, blocks := range []int{65, 128, 560} {
-			b.Run(fmt.Sprintf("replicas=%d/blocks=%d", replicas, blocks), func(b *testing.B) {
-				x, keys := warm(replicas, 1000, blocks)
+// speedup compares one goroutine with two.
+func (x *crowd) speedup(enough float64) float64 {
+	const n = 40 // short enough for some round to have both cores
+	return 1 / measure.Ratio(1/enough, func() { x.run(2, n) }, func() { x.run(1, n) })
+}
+
+// BenchmarkRouteParallel routes prompts at once that start differently, or all
+// with one system prompt. It reports how many times as much two goroutines get
+// done as one, and the share of its time that a goroutine waits for locks.
+func BenchmarkRouteParallel(b *testing.B) {
+	for _, alike := range []int{0, systemBlocks} {
+		x := newCrowd(alike)
+		for _, goroutines := range []int{1, 2, 8} {
+			b.Run(fmt.Sprintf("alike=%d/goroutines=%d", alike, goroutines), func(b *testing.B) {
 				b.ReportAllocs()
-				for i := 0; b.Loop(); i++ {
-					x.serve(keys[i%len(keys)])
+				before := gauge("/sync/mutex/wait/total:seconds")
+				x.run(goroutines, b.N)
+				waited := gauge("/sync/mutex/wait/total:seconds") - before
+				b.ReportMetric(100*waited/b.Elapsed().Seconds()/float64(goroutines), "%waiting")
+				if goroutines == 2 {
+					b.StopTimer()
+					b.ReportMetric(x.speedup(1000), "x_one")
 				}
 			})
 		}
 	}
 }
 
-// BenchmarkRouteFresh inserts a prompt of 560 blocks that nobody has seen.
-func BenchmarkRouteFresh(b *testing.B) {
-	x, _ := warm(8, 100, 560)
-	chain := make([]prefixhash.Block, 560)
-	n := uint64(0)
-	b.ReportAllocs()
-	for b.Loop() {
-		for i := range chain {
-			n++
-			chain[i] = prefixhash.Block{Hash: mix(n + 1<<60), End: uint32(i+1) * testBlock}
-		}
-		x.serve(&prefixhash.Key{Blocks: chain, Bytes: 560 * testBlock, Stream: true})
+func gauge(name string) float64 {
+	sample := []metrics.Sample{{Name: name}}
+	metrics.Read(sample)
+	if sample[0].Value.Kind() == metrics.KindUint64 {
+		return float64(sample[0].Value.Uint64())
 	}
-	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/560, "ns/block")
+	return sample[0].Value.Float64()
 }
 
-// BenchmarkRouteParallel routes unrelated prompts of 128 blocks at once.
-func BenchmarkRouteParallel(b *testing.B) {
+// memory stores about so many blocks over 8 replicas, in prompts of so many fresh
+// ones, and returns what each takes, everything included, and the share of that
+// which the collector has to look through.
+func memory(blocks, fresh int) (bytesPerBlock, scanned float64) {
+	heap := func() (size, scan float64) {
+		runtime.GC()
+		runtime.GC() // pools are emptied by two
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return float64(m.HeapAlloc), gauge("/gc/scan/heap:bytes")
+	}
+	size, scan := heap()
 	x := newFixture(8)
-	var next atomic.Int64
-	keys := make([]*prefixhash.Key, 4096)
-	for i := range keys {
-		keys[i] = keyOf(series(i, 128)...)
+	x.index.Require(100 * blocks)
+	for c := range blocks / fresh {
+		x.serve(keyOf(series(c, fresh)...))
 	}
-	b.ReportAllocs()
-	b.RunParallel(func(pb *testing.PB) {
-		for pb.Next() {
-			x.serve(keys[next.Add(1)%int64(len(keys))])
-		}
-	})
+	sizeAfter, scanAfter := heap()
+	stored := 0
+	for _, r := range x.fleet.Snapshot(x.now) {
+		stored += r.Blocks
+	}
+	return (sizeAfter - size) / float64(stored), (scanAfter - scan) / (sizeAfter - size)
 }
 
-// BenchmarkMemory stores a million blocks over 8 replicas, 10 of each request
-// fresh, and reports what a block takes, everything included.
+// BenchmarkMemory reports what a stored block takes, by how many fresh ones a
+// prompt brings, and how much of the index the collector walks.
 func BenchmarkMemory(b *testing.B) {
-	for b.Loop() {
-		var before, after runtime.MemStats
-		x := newFixture(8)
-		x.index.Require(10_000_000)
-		runtime.GC()
-		runtime.ReadMemStats(&before)
-		blocks := 0
-		for c := 0; blocks < 1_000_000; c++ {
-			x.serve(keyOf(append(series(0, 8), series(c+1, 10)...)...))
-			blocks += 10
+	for _, c := range []struct{ blocks, fresh int }{{1_000_000, 1}, {1_000_000, 2}, {1_000_000, 10}, {1_000_000, 500}, {10_000_000, 10}} {
+		b.Run(fmt.Sprintf("blocks=%dM/fresh=%d", c.blocks/1_000_000, c.fresh), func(b *testing.B) {
+			for b.Loop() {
+				bytes, scanned := memory(c.blocks, c.fresh)
+				b.ReportMetric(bytes, "bytes/block")
+				b.ReportMetric(100*scanned, "%scanned")
+			}
+		})
+	}
+}
+
+// TestCost: a tenfold slip fails this, noise doesn't.
+func TestCost(t *testing.T) {
+	if testing.Short() || raceEnabled {
+		t.Skip("measures time")
+	}
+	bytes, scanned := memory(200_000, 10)
+	for _, c := range []struct {
+		name          string
+		got, expected float64
+		most          float64
+	}{
+		{"insertion of a block to xxhash64 over one", fill(8, 200_000).insertRatio(12), 12, 36},
+		{"match before 8 replicas to key of 128k tokens", matchRatio(1. / 30), 1. / 30, 1. / 10},
+		{"one goroutine to two", 1 / newCrowd(0).speedup(1.3), 1 / 1.3, 3 / 1.3},
+		{"bytes a block", bytes, 64, 80},
+		{"share that the collector walks", scanned, 0.01, 0.03},
+	} {
+		if c.got > c.most {
+			t.Errorf("%s: %.3f, at most %.3f expected", c.name, c.got, c.expected)
+		} else {
+			t.Logf("%s: %.3f (target %.3f)", c.name, c.got, c.expected)
 		}
-		runtime.GC()
-		runtime.ReadMemStats(&after)
-		b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/float64(blocks), "bytes/block")
-		runtime.KeepAlive(x)
 	}
 }
