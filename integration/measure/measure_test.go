@@ -48,7 +48,7 @@ func TestChat(t *testing.T) {
 		{Bytes: 2 << 10},
 		{Bytes: 32 << 10, ToolsLast: true},
 		{Bytes: 512 << 10, Conversation: 7},
-		{Bytes: 4 << 20, Images: true},
+		{Bytes: 1 << 20, Images: true},
 	} {
 		t.Run(fmt.Sprintf("%d", c.Bytes), func(t *testing.T) {
 			plain := c.JSON()
