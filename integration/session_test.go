@@ -3,6 +3,7 @@ package integration
 import (
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -70,71 +71,96 @@ func TestSessionsStayTogether(t *testing.T) {
 	}
 }
 
-// responses answers as the Responses API does, and remembers nothing.
-func responses(name string, stream bool, count *atomic.Int64) http.HandlerFunc {
+// storing is an API whose answers are kept under an id.
+type storing struct {
+	path     string
+	question string // body of a request, from stream and what is asked
+	followUp string // the same, going on from an id
+	bare     string // a follow-up that asks nothing new; empty where there is none
+	answer   string // body, from an id
+	events   string // the same as a stream
+}
+
+var storingAPIs = map[string]storing{
+	"responses": {
+		"/v1/responses",
+		`{"model":"m","stream":%t,"input":%q}`,
+		`{"model":"m","stream":%t,"input":%q,"previous_response_id":%q}`,
+		`{"model":"m","stream":%t,"previous_response_id":%q}`,
+		`{"id":%q,"object":"response","status":"completed","output":[]}`,
+		event(`{"type":"response.created","response":{"id":%[1]q,"object":"response"}}`) + event(`{"type":"response.completed","response":{"id":%[1]q,"object":"response"}}`),
+	},
+	"messages": {
+		"/v1/messages",
+		`{"model":"m","stream":%t,"max_tokens":9,"messages":[{"role":"user","content":%q}]}`,
+		`{"model":"m","stream":%t,"max_tokens":9,"messages":[{"role":"user","content":%q}],"thread":{"type":"continue","previous_message_id":%q}}`,
+		"",
+		`{"id":%q,"type":"message","role":"assistant","content":[{"type":"text","text":"yes"}]}`,
+		event(`{"type":"message_start","message":{"id":%[1]q,"type":"message","content":[]}}`) + event(`{"type":"message_stop"}`),
+	},
+}
+
+// serve answers with the ids name_1, name_2 and so on, and remembers nothing.
+func (api storing) serve(name string, stream bool) http.HandlerFunc {
+	var count atomic.Int64
 	return func(w http.ResponseWriter, _ *http.Request) {
-		id := fmt.Sprintf("resp_%s_%d", name, count.Add(1))
+		id := fmt.Sprintf("%s_%d", name, count.Add(1))
 		if !stream {
 			w.Header().Set("Content-Type", "application/json")
-			fmt.Fprintf(w, `{"id":%q,"object":"response","status":"completed","output":[]}`, id)
+			fmt.Fprintf(w, api.answer, id)
 			return
 		}
 		w.Header().Set("Content-Type", "text/event-stream")
-		fmt.Fprintf(w, "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"id\":%q,\"object\":\"response\"}}\n\n", id)
-		fmt.Fprintf(w, "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"id\":%q,\"object\":\"response\"}}\n\n", id)
+		fmt.Fprintf(w, api.events, id)
 	}
 }
 
-// A request that continues a stored response goes to the upstream that stored
-// it, and when that is gone to the fallback with a reason of its own.
-func TestStoredResponsesGoBack(t *testing.T) {
-	for _, stream := range []bool{false, true} {
-		var counts [3]atomic.Int64
-		var addrs []string
-		var ups []*recorder
-		for i := range 3 {
-			up := newRecorder(t, responses(fmt.Sprint(i), stream, &counts[i]))
-			ups, addrs = append(ups, up), append(addrs, up.addr())
+// A request that continues a stored answer goes to the upstream that stored it,
+// and when that is gone to the fallback with a reason of its own.
+func TestStoredAnswersGoBack(t *testing.T) {
+	for name, api := range storingAPIs {
+		for _, stream := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/stream=%t", name, stream), func(t *testing.T) { storedAnswersGoBack(t, api, stream) })
 		}
-		s := newSite(t, strings.Join(addrs, " "), policy()+"fail_duration 1m\n\t\tlb_retries 2")
-		ask := func(input, previous string) string {
-			body := fmt.Sprintf(`{"model":"m","stream":%t,"input":%q}`, stream, input)
-			if previous != "" {
-				body = fmt.Sprintf(`{"model":"m","stream":%t,"previous_response_id":%q,"input":%q}`, stream, previous, input)
-			}
-			return s.asSession(t, "", "", "/v1/responses", body)
+	}
+}
+
+func storedAnswersGoBack(t *testing.T, api storing, stream bool) {
+	var addrs []string
+	var ups []*recorder
+	for i := range 3 {
+		up := newRecorder(t, api.serve(fmt.Sprint("at", i), stream))
+		ups, addrs = append(ups, up), append(addrs, up.addr())
+	}
+	s := newSite(t, strings.Join(addrs, " "), policy()+"fail_duration 1m\n\t\tlb_retries 2")
+	ask := func(format string, args ...any) string {
+		return s.asSession(t, "", "", api.path, fmt.Sprintf(format, append([]any{stream}, args...)...))
+	}
+	var at []int
+	for i := range 9 {
+		at = append(at, slices.Index(addrs, chosen(ask(api.question, fmt.Sprintf("start %d", i)))))
+	}
+	seen := [3]int{}
+	for i, k := range at {
+		seen[k]++ // each upstream's answers are numbered
+		explanation := ask(api.followUp, fmt.Sprintf("go on %d", i), fmt.Sprintf("at%d_%d", k, seen[k]))
+		if chosen(explanation) != addrs[k] || !strings.HasPrefix(explanation, "session;") {
+			t.Errorf("follow-up of an answer of upstream %d: %s", k, explanation)
 		}
-		var at []int
-		for i := range 9 {
-			explanation := ask(fmt.Sprintf("start %d", i), "")
-			for k, addr := range addrs {
-				if addr == chosen(explanation) {
-					at = append(at, k)
-				}
-			}
+	}
+	first := fmt.Sprintf("at%d_1", at[0])
+	// One that brings nothing of its own has no prompt, but a place.
+	if api.bare != "" {
+		if bare := ask(api.bare, first); chosen(bare) != addrs[at[0]] || !strings.HasPrefix(bare, "session;") {
+			t.Errorf("a follow-up without input: %s", bare)
 		}
-		seen := [3]int64{}
-		for i, k := range at {
-			first := seen[k] + 1 // each upstream's answers are numbered
-			explanation := ask(fmt.Sprintf("go on %d", i), fmt.Sprintf("resp_%d_%d", k, first))
-			if chosen(explanation) != addrs[k] || !strings.HasPrefix(explanation, "session;") {
-				t.Errorf("stream=%t: follow-up of a response of upstream %d: %s", stream, k, explanation)
-			}
-			seen[k]++
+	}
+	ups[at[0]].Close()
+	for range 2 {
+		explanation := ask(api.followUp, "and now", first)
+		if chosen(explanation) == addrs[at[0]] || !strings.HasPrefix(explanation, "gone;") {
+			t.Errorf("follow-up after the upstream is gone: %s", explanation)
 		}
-		// One that brings nothing of its own has no prompt, but a place.
-		bare := s.asSession(t, "", "", "/v1/responses", fmt.Sprintf(`{"model":"m","stream":%t,"previous_response_id":"resp_%d_1"}`, stream, at[0]))
-		if chosen(bare) != addrs[at[0]] || !strings.HasPrefix(bare, "session;") {
-			t.Errorf("stream=%t: a follow-up without input: %s", stream, bare)
-		}
-		ups[at[0]].Close()
-		for range 2 {
-			explanation := ask("and now", fmt.Sprintf("resp_%d_1", at[0]))
-			if chosen(explanation) == addrs[at[0]] || !strings.HasPrefix(explanation, "gone;") {
-				t.Errorf("stream=%t: follow-up after the upstream is gone: %s", stream, explanation)
-			}
-		}
-		stop(t, s)
 	}
 }
 

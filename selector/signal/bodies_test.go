@@ -157,12 +157,12 @@ data: {"type":"response.completed","response":{"id":"resp_1","object":"response"
 	{
 		name: "vllm/messages", format: JSON,
 		text:  `{"id":"msg_1","type":"message","role":"assistant","content":[{"type":"text","text":"Hi"},{"type":"tool_use","id":"t","name":"f","input":{"usage":{"input_tokens":1,"cache_read_input_tokens":1}}}],"usage":{"input_tokens":36,"output_tokens":50,"cache_creation_input_tokens":0,"cache_read_input_tokens":64}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64}, id: "msg_1",
 	},
 	{
 		name: "vllm/messages without details", format: JSON,
 		text:  `{"id":"msg_1","type":"message","usage":{"input_tokens":100,"output_tokens":50}}`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1}, id: "msg_1",
 	},
 	{
 		name: "vllm/messages stream", format: SSE, // the first usage comes from a chunk without details
@@ -187,7 +187,7 @@ data: {"type":"message_stop"}
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 3,
+		usage: Usage{100, 64}, first: 3, id: "msg_1",
 	},
 	{
 		name: "sglang/chat stream", format: SSE,
@@ -242,7 +242,7 @@ event: message_delta
 data: {"type":"message_delta","delta":{"stop_reason":"max_tokens"},"usage":{"input_tokens":0,"output_tokens":0}}
 
 `,
-		usage: Usage{100, 64}, first: 2,
+		usage: Usage{100, 64}, first: 2, id: "msg_1",
 	},
 	{
 		name: "llama.cpp/chat stream, usage not asked for", format: SSE,
@@ -313,7 +313,7 @@ data: {"type":"response.completed","response":{"id":"resp_ab","object":"response
 	{
 		name: "llama.cpp/messages", format: JSON,
 		text:  `{"id":"chatcmpl-1","type":"message","role":"assistant","content":[],"usage":{"cache_read_input_tokens":64,"input_tokens":36,"output_tokens":1}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64}, id: "chatcmpl-1",
 	},
 	{
 		name: "tgi/generate", format: JSON,
@@ -404,7 +404,7 @@ event: message_delta
 data: {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"input_tokens": 100, "output_tokens": 1}}
 
 `,
-		usage: Usage{100, -1}, first: 3,
+		usage: Usage{100, -1}, first: 3, id: "msg_1",
 	},
 	{
 		name: "openai/chat, short prompt", format: JSON,
@@ -467,7 +467,7 @@ data: {"type":"response.failed","response":{"id":"resp_1","error":{"code":"serve
 	{
 		name: "anthropic/messages", format: JSON,
 		text:  `{"id":"msg_1","type":"message","role":"assistant","content":[{"type":"text","text":"Hi"}],"stop_reason":"end_turn","usage":{"input_tokens":26,"cache_creation_input_tokens":10,"cache_read_input_tokens":64,"cache_creation":{"ephemeral_5m_input_tokens":10,"ephemeral_1h_input_tokens":0},"output_tokens":50,"service_tier":"standard"}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64}, id: "msg_1",
 	},
 	{
 		name: "anthropic/messages stream", format: SSE,
@@ -490,7 +490,7 @@ event: message_stop
 data: {"type":"message_stop"}
 
 `,
-		usage: Usage{100, 60}, first: 4,
+		usage: Usage{100, 60}, first: 4, id: "msg_1",
 	},
 	{
 		name: "anthropic/stream that fails", format: SSE,

@@ -73,8 +73,11 @@ func (t *Tap) memberOf(in node, name []byte) member {
 			return objectMember
 		}
 		if t.format == JSON {
-			if string(name) == "id" {
+			switch string(name) {
+			case "id":
 				return idMember
+			case "type":
+				return typeMember
 			}
 			return otherMember
 		}
@@ -99,8 +102,11 @@ func (t *Tap) memberOf(in node, name []byte) member {
 			return idMember
 		}
 	case messageNode:
-		if string(name) == "usage" {
+		switch string(name) {
+		case "usage":
 			return usageMember
+		case "id":
+			return idMember
 		}
 	case usageNode:
 		switch string(name) {
@@ -240,7 +246,7 @@ type document struct {
 	usage     bool // has usage
 	generated bool
 	preamble  bool
-	kept      bool // is a response or a conversation
+	kept      bool // is a response, a conversation or a message of Anthropic's
 }
 
 // scan walks on through the document.
@@ -457,6 +463,7 @@ func (t *Tap) endString() {
 	}
 	if d.member == typeMember {
 		d.preamble = d.preamble || isPreamble(d.word())
+		d.kept = d.kept || string(d.word()) == "message"
 	}
 	if d.member == objectMember {
 		switch string(d.word()) {

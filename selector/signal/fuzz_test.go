@@ -61,12 +61,12 @@ func FuzzTapJSON(f *testing.F) {
 		if got.usage != want.usage() {
 			t.Errorf("got %+v, want %+v", got.usage, want.usage())
 		}
-		var root struct{ ID, Object any }
+		var root struct{ ID, Object, Type any }
 		if json.Unmarshal(text, &root) != nil {
 			return
 		}
-		if kept := root.Object == "response" || root.Object == "conversation"; !kept && got.id != "" {
-			t.Errorf("id %q of no response", got.id)
+		if kept := root.Object == "response" || root.Object == "conversation" || root.Type == "message"; !kept && got.id != "" {
+			t.Errorf("id %q of no answer that can be continued", got.id)
 		}
 	})
 }

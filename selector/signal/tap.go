@@ -30,7 +30,7 @@ func FormatOf(contentType string) Format {
 }
 
 // Tap watches one response body as it streams by: the prompt's token counts,
-// the first output and the id under which a Responses API keeps the answer.
+// the first output and the id under which the answer may be kept.
 //
 // It walks the JSON as it comes and keeps no bytes but a short name or id, so it
 // needs neither a window at the body's end nor luck with chunk boundaries: any
@@ -92,9 +92,10 @@ func (t *Tap) Write(p []byte) (first bool) {
 // Usage returns what the body has said of its prompt so far.
 func (t *Tap) Usage() Usage { return t.figures.usage() }
 
-// ResponseID returns the id of a Responses API response (or of a conversation
-// made by that API) as soon as it was seen, else nil. The bytes are t's own and
-// last until its next Reset.
+// ResponseID returns the id under which a later request may continue this answer:
+// that of a Responses API response, of a conversation made by that API, or of a
+// message of Anthropic's API. A stream tells it as soon as it was seen, a JSON body
+// at its end; nil until then. The bytes are t's own and last until its next Reset.
 func (t *Tap) ResponseID() []byte {
 	if t.idLen == 0 || t.format == JSON && !t.doc.kept {
 		return nil
