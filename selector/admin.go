@@ -1,11 +1,13 @@
 package selector
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
 	"maps"
 	"net/http"
+	"reflect"
 	"slices"
 	"sync"
 	"time"
@@ -24,7 +26,8 @@ func init() {
 // endpoint:
 //
 //	GET  /prefix_affinity/upstreams            what is known of each upstream
-//	POST /prefix_affinity/lookup?path=<path>   who holds the prompt of the posted request body
+//	POST /prefix_affinity/lookup?path=<path>   who holds the prompt of the posted request body,
+//	                                           by site where there are several policies
 //	POST /prefix_affinity/drain?upstream=<address>[&force=true]
 //	POST /prefix_affinity/undrain?upstream=<address>
 //	POST /prefix_affinity/forget?upstream=<address>
@@ -219,12 +222,13 @@ func drainOf(upstream string) *drainState {
 	return nil
 }
 
-// lookupAnswer tells of one index: policies whose hashes differ have their own.
+// lookupAnswer tells what one policy would do, or several that would do the same.
 type lookupAnswer struct {
-	BlockSize    int    `json:"block_size"`
-	Unkeyed      string `json:"unkeyed,omitempty"` // why the body has no key
-	PromptTokens int    `json:"prompt_tokens"`
-	Blocks       int    `json:"blocks"`
+	Sites        []string `json:"sites,omitempty"` // where in the configuration
+	BlockSize    int      `json:"block_size"`
+	Unkeyed      string   `json:"unkeyed,omitempty"` // why the body has no key
+	PromptTokens int      `json:"prompt_tokens"`
+	Blocks       int      `json:"blocks"`
 
 	// What would be chosen now, if all these upstreams are available.
 	Upstream string `json:"upstream,omitempty"`
@@ -264,15 +268,25 @@ func lookup(r *http.Request) (any, error) {
 		return nil, apiError(http.StatusBadRequest, "reading body: %v", err)
 	}
 	answers := []lookupAnswer{}
-	seen := make(map[*affinity.Index]bool)
 	for _, p := range policies {
-		if seen[p.learned.index] {
-			continue
+		answer := p.lookup(path, scope, body)
+		same := slices.IndexFunc(answers, func(other lookupAnswer) bool {
+			answer.Sites = other.Sites
+			return reflect.DeepEqual(answer, other)
+		})
+		if same < 0 {
+			same = len(answers)
+			answer.Sites = nil
+			answers = append(answers, answer)
 		}
-		seen[p.learned.index] = true
-		answers = append(answers, p.lookup(path, scope, body))
+		answers[same].Sites = append(answers[same].Sites, p.sites()...)
 	}
-	slices.SortFunc(answers, func(a, b lookupAnswer) int { return a.BlockSize - b.BlockSize })
+	for _, answer := range answers {
+		slices.Sort(answer.Sites)
+	}
+	slices.SortFunc(answers, func(a, b lookupAnswer) int {
+		return cmp.Or(slices.Compare(a.Sites, b.Sites), a.BlockSize-b.BlockSize)
+	})
 	return answers, nil
 }
 

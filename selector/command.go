@@ -227,6 +227,9 @@ func printLookup(w io.Writer, answer []byte) error {
 		return err
 	}
 	for _, l := range lookups {
+		if len(lookups) > 1 && len(l.Sites) > 0 {
+			fmt.Fprintf(w, "%s:\n", strings.Join(l.Sites, "; "))
+		}
 		if l.Unkeyed != "" {
 			fmt.Fprintf(w, "no prompt to go by: %s\n", l.Unkeyed)
 			continue
