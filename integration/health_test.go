@@ -7,7 +7,6 @@ import (
 	"net/http/cookiejar"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -438,119 +437,5 @@ func TestCookieFallbackSticks(t *testing.T) {
 	}
 	if len(seen) < 2 { // all 8 on one of 4: once in 16,384 times of chance
 		t.Errorf("all clients were sent to %v", seen)
-	}
-}
-
-// The policy works as another one's fallback, where it gets no ResponseWriter.
-func TestAsFallbackOfOthers(t *testing.T) {
-	for _, outer := range []string{"header Pin", "query pin", "cookie lb"} {
-		t.Run(strings.Fields(outer)[0], func(t *testing.T) {
-			fleet := newFleet(t, 4, quick)
-			s := newSite(t, fleet.Upstreams(), "lb_policy "+outer+" {\n\t\t\tfallback prefix_affinity {\n\t\t\t\texplain\n\t\t\t}\n\t\t}")
-			conversations := newConversations(8)
-			for turn := range 4 {
-				for _, c := range conversations {
-					at, d := c.at, c.turn(t, s, turn%2 == 0)
-					if turn > 0 && (d.upstream != at || d.reason != "affinity") {
-						t.Errorf("%s, turn %d: %+v", c.name, turn, d)
-					}
-				}
-			}
-			// What the outer policy decides is no decision of ours.
-			req, err := http.NewRequest(http.MethodPost, s.URL+chatPath+"?pin=a", strings.NewReader(chat(false, "hello")))
-			if err != nil {
-				t.Fatal(err)
-			}
-			req.Header.Set("Pin", "a")
-			res, err := http.DefaultClient.Do(req)
-			if err != nil {
-				t.Fatal(err)
-			}
-			res.Body.Close()
-			if pinned := !strings.HasPrefix(outer, "cookie"); pinned != (res.Header.Get("X-Prefix-Affinity") == "") {
-				t.Errorf("X-Prefix-Affinity %q", res.Header.Get("X-Prefix-Affinity"))
-			}
-		})
-	}
-}
-
-// Requests may pass two proxies in one chain or an answer route; none takes the
-// other's state for its own.
-func TestProxiesInOneChain(t *testing.T) {
-	var asked atomic.Int64
-	auth := newScripted(t, func(w http.ResponseWriter, _ *http.Request) {
-		asked.Add(1)
-		w.Header().Set("X-User", "u")
-	})
-	fleet := newFleet(t, 4, quick)
-	main := proxyTo(fleet.Upstreams(), policy()+"header_down X-Upstream {rp.prefix_affinity.upstream}")
-	for _, test := range []struct{ name, directives string }{
-		{"forward_auth/other policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tcopy_headers X-User\n\t}\n\t" + main},
-		{"forward_auth/same policy", "forward_auth " + auth.addr() + " {\n\t\turi /auth\n\t\tlb_policy prefix_affinity\n\t}\n\t" + main},
-		{"transport/h2c", proxyTo(fleet.Upstreams(), policy()+"transport http {\n\t\t\tversions h2c 2\n\t\t}")},
-		{"handle_response/copied", proxyTo(fleet.Upstreams(), policy()+"@any status 2xx\n\t\thandle_response @any {\n\t\t\theader X-Copied yes\n\t\t\tcopy_response\n\t\t}")},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			asked.Store(0)
-			s := newSiteOf(t, "route {\n\t"+test.directives+"\n\t}")
-			conversations := newConversations(6)
-			for _, c := range conversations {
-				c.name = test.name + " " + c.name
-			}
-			for turn := range 4 {
-				for _, c := range conversations {
-					at, d := c.at, c.turn(t, s, turn%2 == 1)
-					if turn > 0 && (d.upstream != at || d.reason != "affinity") {
-						t.Errorf("%s, turn %d: %+v after %s", c.name, turn, d, at)
-					}
-				}
-			}
-			if strings.Contains(test.directives, auth.addr()) && asked.Load() != 24 {
-				t.Errorf("the first proxy was asked %d times, want 24", asked.Load())
-			}
-			res, _ := s.post(t, chatPath, chat(false, "hello"))
-			if got := res.Header.Get("X-Upstream"); got != "" && got != decisionOf(t, res).upstream {
-				t.Errorf("the placeholder says %s, the header %q", got, res.Header.Get("X-Prefix-Affinity"))
-			}
-			s.settled(t)
-		})
-	}
-}
-
-// One handler may serve one request twice: here again in the route for its own
-// error, and inside the answer route of another. (Requests without a body: the
-// first pass uses it up, in stock Caddy too.)
-func TestSameProxyTwice(t *testing.T) {
-	var calls atomic.Int64
-	up := newScripted(t, func(w http.ResponseWriter, r *http.Request) {
-		if calls.Add(1)%2 == 1 {
-			w.WriteHeader(http.StatusTeapot)
-			return
-		}
-		yes(w, r)
-	})
-	named := "\n}\n&(proxy) {\n\t" + proxyTo(up.addr(), policy()+"header_down X-Attempts {rp.prefix_affinity.attempts}\n\t\t@teapot status 418\n\t\thandle_response @teapot {\n\t\t\t%s\n\t\t}")
-	for _, test := range []struct{ name, directives string }{
-		{"error route", "invoke proxy\n\thandle_errors {\n\t\tinvoke proxy\n\t}" + fmt.Sprintf(named, "error 503")},
-		{"answer route", "invoke proxy" + fmt.Sprintf(named, "invoke proxy")},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			calls.Store(0)
-			s := newSiteOf(t, test.directives)
-			for range 20 {
-				res, err := http.Get(s.URL + "/v1/models")
-				if err != nil {
-					t.Fatal(err)
-				}
-				res.Body.Close()
-				if d := decisionOf(t, res); d.reason != "no_key" || res.Header.Get("X-Attempts") != "1" {
-					t.Errorf("status %d, %+v, attempt %s", res.StatusCode, d, res.Header.Get("X-Attempts"))
-				}
-			}
-			if calls.Load() != 40 {
-				t.Errorf("the upstream was asked %d times for 20 requests, want twice each", calls.Load())
-			}
-			s.settled(t)
-		})
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/netip"
 	"strings"
 	"sync"
 	"testing"
@@ -165,12 +166,13 @@ func TestAnotherPolicyAndBack(t *testing.T) {
 	s.settled(t)
 }
 
-// nameServer answers every question with the same addresses.
+// nameServer answers every question with the same addresses: those for an
+// address by their hosts, those for services (SRV) by their ports.
 type nameServer struct {
 	conn net.PacketConn
 
 	mu    sync.Mutex
-	addrs [][4]byte
+	addrs []netip.AddrPort
 }
 
 func newNameServer(t *testing.T) *nameServer {
@@ -195,13 +197,13 @@ func newNameServer(t *testing.T) *nameServer {
 // set changes the addresses, given as host:port.
 func (n *nameServer) set(t *testing.T, upstreams ...string) {
 	t.Helper()
-	var addrs [][4]byte
+	var addrs []netip.AddrPort
 	for _, up := range upstreams {
-		host, _, err := net.SplitHostPort(up)
+		addr, err := netip.ParseAddrPort(up)
 		if err != nil {
 			t.Fatal(err)
 		}
-		addrs = append(addrs, [4]byte(net.ParseIP(host).To4()))
+		addrs = append(addrs, addr)
 	}
 	n.mu.Lock()
 	n.addrs = addrs
@@ -226,12 +228,16 @@ func (n *nameServer) serve() {
 		}
 		n.mu.Lock()
 		for _, addr := range n.addrs {
-			if question.Type == dnsmessage.TypeA {
-				reply.Answers = append(reply.Answers, dnsmessage.Resource{
-					Header: dnsmessage.ResourceHeader{Name: question.Name, Type: question.Type, Class: question.Class},
-					Body:   &dnsmessage.AResource{A: addr},
-				})
+			answer := dnsmessage.Resource{Header: dnsmessage.ResourceHeader{Name: question.Name, Type: question.Type, Class: question.Class}}
+			switch question.Type {
+			case dnsmessage.TypeA:
+				answer.Body = &dnsmessage.AResource{A: addr.Addr().As4()}
+			case dnsmessage.TypeSRV:
+				answer.Body = &dnsmessage.SRVResource{Port: addr.Port(), Target: dnsmessage.MustNewName("replica.test.")}
+			default:
+				continue
 			}
+			reply.Answers = append(reply.Answers, answer)
 		}
 		n.mu.Unlock()
 		if packed, err := reply.Pack(); err == nil {

@@ -25,6 +25,7 @@ type site struct {
 
 	URL     string
 	addr    string
+	client  *http.Client // that post uses
 	stopped bool
 }
 
@@ -38,12 +39,26 @@ func newSite(t *testing.T, upstreams, proxy string) *site {
 // newSiteOf runs a site of the given directives.
 func newSiteOf(t *testing.T, directives string) *site {
 	t.Helper()
+	s := newSiteAt(t)
+	s.start(t, s.file(directives))
+	return s
+}
+
+// newSiteAt finds an address for a site that is yet to be started.
+func newSiteAt(t *testing.T) *site {
+	t.Helper()
 	addr, err := harness.FreeAddr()
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &site{URL: "http://" + addr, addr: addr}
-	if s.Caddy, err = harness.StartCaddy(s.file(directives)); err != nil {
+	return &site{URL: "http://" + addr, addr: addr, client: http.DefaultClient}
+}
+
+// start runs a Caddyfile.
+func (s *site) start(t *testing.T, caddyfile string) {
+	t.Helper()
+	var err error
+	if s.Caddy, err = harness.StartCaddy(caddyfile); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
@@ -59,7 +74,6 @@ func newSiteOf(t *testing.T, directives string) *site {
 			t.Error(err)
 		}
 	})
-	return s
 }
 
 func (s *site) file(directives string) string {
@@ -167,7 +181,8 @@ func newFleet(t *testing.T, n int, config engine.Config) harness.Fleet {
 	return fleet
 }
 
-// recorder is an upstream that notes the bodies it gets and answers as told.
+// recorder is an upstream that notes the bodies it gets and answers as told; the
+// answer may read the body too.
 type recorder struct {
 	*httptest.Server
 
@@ -178,12 +193,20 @@ type recorder struct {
 
 func newRecorder(t *testing.T, answer http.HandlerFunc) *recorder {
 	t.Helper()
+	rec := newUnstartedRecorder(t, answer)
+	rec.Start()
+	return rec
+}
+
+func newUnstartedRecorder(t *testing.T, answer http.HandlerFunc) *recorder {
+	t.Helper()
 	rec := new(recorder)
-	rec.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	rec.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		rec.mu.Lock()
 		rec.bodies, rec.errs = append(rec.bodies, string(body)), append(rec.errs, err)
 		rec.mu.Unlock()
+		r.Body = io.NopCloser(bytes.NewReader(body))
 		answer(w, r)
 	}))
 	t.Cleanup(rec.Close)
@@ -249,7 +272,7 @@ func words(name string, n int) string {
 // post sends a body and returns the answer's status, headers and body.
 func (s *site) post(t *testing.T, path, body string) (*http.Response, string) {
 	t.Helper()
-	return send(t, http.DefaultClient, s.URL+path, strings.NewReader(body), int64(len(body)))
+	return send(t, s.client, s.URL+path, strings.NewReader(body), int64(len(body)))
 }
 
 func send(t *testing.T, client *http.Client, url string, body io.Reader, length int64) (*http.Response, string) {

@@ -29,6 +29,9 @@ type held struct {
 // whole reports whether the entire body is held.
 func (h *held) whole() bool { return h.err == io.EOF }
 
+// empty reports whether the body had nothing in it.
+func (h *held) empty() bool { return h.whole() && len(h.bytes) == 0 }
+
 // broken reports whether the client failed to send its whole body, so that no
 // upstream is to blame.
 func (h *held) broken() bool {

@@ -94,8 +94,11 @@ func (o *observer) cleanup() error {
 // RoundTrip sends a request and watches the answer. It returns the transport's
 // errors as they are: the handler looks at their types.
 func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
-	q := o.requestOf(req)
-	if q == nil {
+	q, ours := o.requestOf(req)
+	if !ours {
+		if q != nil {
+			req = q.lend(req)
+		}
 		return o.RoundTripper.RoundTrip(req)
 	}
 	attempt := q.attempt
@@ -130,14 +133,17 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 // requestOf finds the policy's request that was sent last in this request's
-// context: Select and RoundTrip follow each other on one goroutine.
-func (o *observer) requestOf(req *http.Request) *request {
+// context: Select and RoundTrip follow each other on one goroutine. ours is false
+// where another policy has chosen the upstream, as a cookie policy may after a
+// failure, although it had this one choose before.
+func (o *observer) requestOf(req *http.Request) (q *request, ours bool) {
 	trail, _ := caddyhttp.GetVar(req.Context(), trailVar).(*trail)
-	q := trail.find(o.policy, nil)
+	q = trail.find(o.policy, nil)
 	if q == nil || q.attempt == nil {
-		return nil
+		return q, false
 	}
-	return q
+	dial, ok := reverseproxy.GetDialInfo(req.Context())
+	return q, !ok || dial.Upstream.String() == q.upstream
 }
 
 // readLoad takes in what the response's headers say about the upstream's queue.

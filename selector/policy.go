@@ -138,6 +138,9 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 		if p.poller != nil {
 			p.poller.run()
 		}
+		if !slices.ContainsFunc(pool, (*reverseproxy.Upstream).Available) {
+			return nil // and the body stays for an error route
+		}
 		q = p.newRequest(vars, r)
 	}
 	q.mu.Lock()

@@ -115,6 +115,9 @@ func (q *request) readKey() {
 		return
 	}
 	q.held = hold(r.Body, r.ContentLength, config.MaxBody, looksLikeJSON)
+	if q.held.empty() && r.ContentLength != 0 {
+		q.inherit()
+	}
 	if q.held.err != nil && !q.held.whole() {
 		q.cause = causeUnreadable // the client's fault or its leave: nothing to learn
 		return
@@ -138,6 +141,18 @@ func (q *request) readKey() {
 		if id := r.Header.Get(name); id != "" {
 			q.key.Session = hasher.ID(q.scope, id)
 			break
+		}
+	}
+}
+
+// inherit takes over the body that an earlier handler has read: this one is in
+// its error route, say.
+func (q *request) inherit() {
+	for b := q.before; b != nil; b = b.before {
+		if b.held != nil && !b.held.empty() && b.held.retain() {
+			q.held.release()
+			q.held = b.held
+			return
 		}
 	}
 }
@@ -224,6 +239,20 @@ func (q *request) rewind(r *http.Request) bool {
 		r.GetBody = q.held.again
 	}
 	return true
+}
+
+// lend gives the body to an attempt at an upstream that another policy chose, and
+// ends the one of ours before it.
+func (q *request) lend(req *http.Request) *http.Request {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.giveUp()
+	if q.body == nil || req.Body != q.body || !q.rewind(q.r) {
+		return req
+	}
+	lent := *req
+	lent.Body, lent.GetBody = q.r.Body, q.r.GetBody
+	return &lent
 }
 
 // send notes the attempt that comes next.
