@@ -334,11 +334,10 @@ func (r *Replica) judge(a *Attempt, share float64) {
 		return
 	}
 	r.vote.report(hit, miss)
-	if g := r.group.Load(); g != nil {
-		g.mu.Lock()
-		g.vote.report(hit, miss)
-		g.mu.Unlock()
-	}
+	g := r.group.Load()
+	g.mu.Lock()
+	g.vote.report(hit, miss)
+	g.mu.Unlock()
 	r.settle()
 }
 
