@@ -28,7 +28,8 @@
 // responses that report cached tokens), lies=s (of these say 0), off=s (reported
 // counts off by up to s), streams=s (share of requests whose first output is
 // seen), unseen=s (share of requests that go past the gateway), gateways=n (that
-// don't talk), rendezvous, alpha=a, min_match=n.
+// don't talk), sync=t (gateways know what the others did t seconds later),
+// rendezvous, alpha=a, min_match=n.
 package main
 
 import (

@@ -13,7 +13,8 @@ import (
 // product is the project's own routing code before the simulated replicas, with
 // what a gateway sees, or what spoils it.
 type product struct {
-	gateways int     // that don't talk, each with a random share of the requests
+	gateways int     // each with a random share of the requests
+	sync     float64 // seconds until they know what another one did; < 0: never
 	told     float64 // capacity in the config, as a multiple of the truth; 0: learned
 	reports  float64 // share of the responses that report cached tokens
 	lies     float64 // share of the reports that say 0
@@ -31,18 +32,27 @@ type gateway struct {
 	fleet *affinity.Fleet
 	index *affinity.Index
 	cands []affinity.Candidate
+
+	tell []func(affinity.Event) // its peers
+}
+
+// Note implements affinity.Journal.
+func (g *gateway) Note(e affinity.Event) {
+	for _, tell := range g.tell {
+		tell(e)
+	}
 }
 
 // newProduct returns the product as it is by default, but for options of the
 // form name or name=value with + between them.
 func newProduct(options string) (*product, error) {
-	p := &product{gateways: 1, reports: 1, streams: 1, rule: affinity.Rule{MinMatchTokens: 64}}
+	p := &product{gateways: 1, sync: -1, reports: 1, streams: 1, rule: affinity.Rule{MinMatchTokens: 64}}
 	if options == "" {
 		return p, nil
 	}
 	numbers := map[string]*float64{
 		"told": &p.told, "reports": &p.reports, "lies": &p.lies, "off": &p.off, "streams": &p.streams,
-		"unseen": &p.unseen, "alpha": &p.rule.Alpha,
+		"unseen": &p.unseen, "sync": &p.sync, "alpha": &p.rule.Alpha,
 	}
 	for option := range strings.SplitSeq(options, "+") {
 		name, value, ok := strings.Cut(option, "=")
@@ -85,7 +95,26 @@ func (p *product) start(s *sim) {
 		}
 		p.gates = append(p.gates, g)
 	}
+	if p.sync >= 0 {
+		p.connect(s)
+	}
 	p.chains = make(map[*traced][]prefixhash.Block, len(s.jobs))
+}
+
+// connect lets every gateway know late what the others do.
+func (p *product) connect(s *sim) {
+	for _, g := range p.gates {
+		for _, other := range p.gates {
+			if other == g {
+				continue
+			}
+			peer := other.index.NewPeer()
+			g.tell = append(g.tell, func(e affinity.Event) {
+				s.later(p.sync, func() { peer.Apply(s.clock(), e) })
+			})
+		}
+		g.index.SetJournal(g)
+	}
 }
 
 // key makes a request's key: a block of the trace is a block of the prompt, and

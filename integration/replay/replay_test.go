@@ -89,6 +89,27 @@ func TestCapacityIsFound(t *testing.T) {
 	}
 }
 
+// TestSync: gateways that tell each other what they do are as good as one.
+func TestSync(t *testing.T) {
+	work := small()
+	c := fleetOf(work, 4, 0.15)
+	run := func(name string) *outcome {
+		o, err := measure(work, c, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return o
+	}
+	one, alone := run("prefix_affinity"), run("prefix_affinity+gateways=4")
+	together := run("prefix_affinity+gateways=4+sync=0.05")
+	if together.mean > 1.1*one.mean || together.hit < one.hit-0.01 {
+		t.Errorf("four gateways: hit %.3f, mean TTFT %.3f s; one: %.3f, %.3f s", together.hit, together.mean, one.hit, one.mean)
+	}
+	if alone.mean < 1.5*one.mean {
+		t.Errorf("four gateways that don't talk are as good, so this tests nothing: %.3f s", alone.mean)
+	}
+}
+
 // TestCache compares the LRU with a list.
 func TestCache(t *testing.T) {
 	rng := newRand(1)

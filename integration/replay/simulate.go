@@ -83,6 +83,7 @@ const (
 	ends
 	fails
 	returns
+	tells // the policy's own: f
 )
 
 type event struct {
@@ -92,6 +93,7 @@ type event struct {
 	job     *job
 	replica *replica
 	epoch   int
+	f       func()
 }
 
 type events []event
@@ -115,6 +117,12 @@ func (s *sim) at(t float64, kind eventKind, j *job, r *replica) {
 		e.epoch = r.epoch
 	}
 	heap.Push(&s.events, e)
+}
+
+// later calls a function of the policy's after some seconds.
+func (s *sim) later(seconds float64, f func()) {
+	s.serial++
+	heap.Push(&s.events, event{at: s.now + seconds, serial: s.serial, kind: tells, f: f})
 }
 
 // simulate replays a trace.
@@ -157,10 +165,12 @@ func simulate(t *trace, c setting, p policy) *sim {
 	for left := len(s.jobs); left > 0; {
 		e := heap.Pop(&s.events).(event)
 		s.now = e.at
-		if e.kind != arrives && e.kind != returns && e.epoch != e.replica.epoch {
+		if e.kind != arrives && e.kind != returns && e.kind != tells && e.epoch != e.replica.epoch {
 			continue
 		}
 		switch e.kind {
+		case tells:
+			e.f()
 		case arrives:
 			s.arrive(e.job)
 		case prefilled:

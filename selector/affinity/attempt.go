@@ -17,6 +17,9 @@ type Attempt struct {
 	prompt   float64
 	uncached float64
 	sent     time.Time
+	journal  Journal // nil: nobody wants to know
+	id       uint64  // its number in the journal
+	far      bool    // of another gateway: what is known of it comes late
 
 	// Guarded by Fleet.mu.
 	prev, next *Attempt // in the replica's queue
@@ -67,12 +70,15 @@ func (a *Attempt) Confirm(now time.Time, stream bool) {
 		}
 	}
 	f.mu.Unlock()
-	if !fresh || a.table == nil {
+	if !fresh {
 		return
 	}
-	a.replica.mu.Lock()
-	a.replica.confirm(a)
-	a.replica.mu.Unlock()
+	if a.table != nil {
+		a.replica.mu.Lock()
+		a.replica.confirm(a)
+		a.replica.mu.Unlock()
+	}
+	a.note(Event{Kind: Confirmed, Stream: stream})
 }
 
 // see notes whether the first output of a queued attempt will be seen.
@@ -94,30 +100,46 @@ func (a *Attempt) FirstOutput(now time.Time) {
 	f := a.replica.fleet
 	var buf [8]*Attempt
 	var passed []*Attempt
+	var took time.Duration
 	f.mu.Lock()
-	if a.queued {
+	fresh := a.queued
+	if fresh {
 		a.see(true)
-		passed = a.replica.load.output(a.replica.group.Load(), a, now, buf[:0])
+		passed, took = a.replica.load.output(a.replica.group.Load(), a, now, buf[:0])
 	}
 	f.mu.Unlock()
 	a.replica.run(passed)
+	if fresh {
+		a.note(Event{Kind: Output, Took: took})
+	}
 }
 
 // Report takes in how many prompt tokens the engine counted, and how many of
 // them it had cached. promptTokens < 0: not said, the own estimate counts.
 func (a *Attempt) Report(promptTokens, cachedTokens int) {
-	r := a.replica
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if !a.judged || a.generation != r.generation || promptTokens == 0 || cachedTokens < 0 {
+	if promptTokens == 0 || cachedTokens < 0 {
 		return
 	}
-	a.judged = false
 	of := float64(promptTokens)
 	if promptTokens < 0 {
 		of = a.prompt
 	}
-	r.judge(a, min(float64(cachedTokens)/of, 1))
+	a.report(min(float64(cachedTokens)/of, 1))
+}
+
+// report takes in which share of the prompt the engine had cached.
+func (a *Attempt) report(share float64) {
+	r := a.replica
+	r.mu.Lock()
+	fresh := a.judged && a.generation == r.generation
+	if fresh {
+		a.judged = false
+		r.judge(a, share)
+	}
+	r.mu.Unlock()
+	if fresh {
+		a.note(Event{Kind: Reported, Share: share})
+	}
 }
 
 // Finish takes in how the attempt ended. A replica that refused it, or whose
@@ -136,7 +158,7 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	l := &r.load
 	switch {
 	case a.queued && a.blind && o == Served:
-		passed = l.output(r.group.Load(), a, now, buf[:0])
+		passed, _ = l.output(r.group.Load(), a, now, buf[:0])
 	case a.queued:
 		if l.first == a {
 			l.since, l.clear = now, false
@@ -151,17 +173,17 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	r.fleet.mu.Unlock()
 
 	r.run(passed)
-	if a.table == nil {
-		return
+	if a.table != nil {
+		r.mu.Lock()
+		if stays {
+			r.confirm(a)
+			r.end(a)
+		} else {
+			r.withdraw(a)
+		}
+		r.mu.Unlock()
 	}
-	r.mu.Lock()
-	if stays {
-		r.confirm(a)
-		r.end(a)
-	} else {
-		r.withdraw(a)
-	}
-	r.mu.Unlock()
+	a.note(Event{Kind: Finished, Outcome: o, RetryAfter: retryAfter})
 }
 
 // run moves requests whose prefill is over on in the replica's order.

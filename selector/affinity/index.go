@@ -18,6 +18,8 @@ type Index struct {
 	gone     atomic.Uint32 // of the fleet, when tables were last cleared of them
 	turns    atomic.Uint64
 	sessions sessions
+	journal  atomic.Pointer[Journal]
+	numbers  atomic.Uint64 // attempts told to a journal
 	// stripes let prompts that start alike be decided one after the other, so
 	// that the siblings of a burst see each other, while others don't wait.
 	stripes [64]sync.Mutex
@@ -212,6 +214,13 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		stripe.Unlock()
 	}
 	x.sessions.set(key.Session, r.serial)
+	if j := x.journal.Load(); j != nil {
+		a.journal, a.id = *j, x.numbers.Add(1)
+		a.note(Event{
+			Kind: Sent, Replica: r.addr, Blocks: chain, Candidates: len(cands), Stream: key.Stream, Judged: key.Judged,
+			PromptTokens: prompt, UncachedTokens: a.uncached, Session: key.Session,
+		})
+	}
 	return choice, a
 }
 
@@ -331,4 +340,9 @@ func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, ru
 
 // Learn notes that the response or conversation of an id is kept at a replica;
 // keys name it as Previous.
-func (x *Index) Learn(id uint64, r *Replica) { x.sessions.set(id, r.serial) }
+func (x *Index) Learn(id uint64, r *Replica) {
+	x.sessions.set(id, r.serial)
+	if j := x.journal.Load(); j != nil {
+		(*j).Note(Event{Kind: Learned, Session: id, Replica: r.addr})
+	}
+}

@@ -31,6 +31,10 @@ const (
 	// remembered while its capacity is not known.
 	fillDefault = 1e6
 
+	// farTime is how late what another gateway has sent is known here, at most as
+	// a rule.
+	farTime = 250 * time.Millisecond
+
 	meanOver = 64 // requests that the mean work of a request is over
 )
 
@@ -103,6 +107,9 @@ func (l *load) enqueue(a *Attempt, now time.Time) {
 		l.clear = l.clear || l.inFlight == 0
 	} else {
 		l.last.next, a.prev = a, l.last
+	}
+	if a.far && now.Sub(l.since) < farTime {
+		l.clear = false // it may have been there before what we believe to be first
 	}
 	l.last = a
 	a.queued = true
@@ -181,8 +188,9 @@ func (l *load) advance(g *group, now time.Time, passed []*Attempt) []*Attempt {
 }
 
 // output notes the first output of a request. What was queued before it has
-// been prefilled too, as far as that can't be seen itself.
-func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) []*Attempt {
+// been prefilled too, as far as that can't be seen itself. took is how long the
+// prefill was, 0 if that isn't known.
+func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) (_ []*Attempt, took time.Duration) {
 	for b := a.prev; b != nil; {
 		before := b.prev
 		if b.blind {
@@ -199,14 +207,21 @@ func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) []
 	// An output that overtakes another one says that both were prefilled
 	// together, and so nothing about the time that either took.
 	inOrder := a.prev == nil
-	if took := now.Sub(start).Seconds(); l.clear && inOrder && !a.blind && a.uncached > speedLeast && took > 0 {
-		took = max(took, speedMoment)
-		g.speed.measure(a.uncached, took)
-		l.speed.measure(a.uncached, took)
+	seen := !a.blind && !a.far
+	if d := now.Sub(start); l.clear && inOrder && seen && a.uncached > speedLeast && d > 0 {
+		took = d
+		l.measure(g, a.uncached, took)
 	}
-	l.since, l.clear = now, inOrder && !a.blind
+	l.since, l.clear = now, inOrder && seen
 	l.dequeue(a)
-	return append(passed, a)
+	return append(passed, a), took
+}
+
+// measure takes in how long a prefill was.
+func (l *load) measure(g *group, tokens float64, took time.Duration) {
+	seconds := max(took.Seconds(), speedMoment)
+	g.speed.measure(tokens, seconds)
+	l.speed.measure(tokens, seconds)
 }
 
 // foreign is the work that others are reported to have queued there, as far as
@@ -250,8 +265,14 @@ func (l *load) filled(g *group, capacity float64) float64 {
 	return l.fill * math.Exp((l.filledAt-g.clock)/capacity)
 }
 
-// give adds work to what was given lately; n replicas share the group's.
+// give adds work to what was given lately; n replicas share the group's. Before
+// a replica has a group, as where only other gateways have used it so far, it
+// counts as the average of its peers.
 func (l *load) give(g *group, tokens, capacity float64, n int) {
+	if g == nil {
+		l.fill = l.fill*math.Exp(-tokens/capacity) + tokens
+		return
+	}
 	l.fill, l.filledAt = l.filled(g, capacity)+tokens, g.clock
 	g.clock += tokens / float64(n)
 	g.given = min(g.given+1, meanOver)

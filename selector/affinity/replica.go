@@ -334,10 +334,11 @@ func (r *Replica) judge(a *Attempt, share float64) {
 		return
 	}
 	r.vote.report(hit, miss)
-	g := r.group.Load()
-	g.mu.Lock()
-	g.vote.report(hit, miss)
-	g.mu.Unlock()
+	if g := r.group.Load(); g != nil {
+		g.mu.Lock()
+		g.vote.report(hit, miss)
+		g.mu.Unlock()
+	}
 	r.settle()
 }
 
