@@ -378,7 +378,7 @@ func TestSitesShareUpstreams(t *testing.T) {
 	s, other := newSiteAt(t), newSiteAt(t)
 	s.start(t, s.file(proxyTo(fleet.Upstreams(), policy()))+"http://"+other.addr+" {\n\thandle /v1/* {\n\t\t"+proxyTo(fleet.Upstreams(), policy())+
 		"\n\t}\n\thandle /coarse/* {\n\t\t"+proxyTo(fleet[0].Addr(), policy("block_size 512"))+"\n\t}\n}\n")
-	other.Caddy = s.Caddy
+	other.caddyServer, other.Admin = s.caddyServer, s.Admin
 
 	conversations := newConversations(8)
 	for turn := range 4 {

@@ -15,19 +15,35 @@ import (
 	"testing"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
+
 	"github.com/prefix-affinity/caddy/integration/engine"
 	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // site is a running Caddy with one reverse_proxy.
 type site struct {
-	*harness.Caddy
+	caddyServer
 
+	Admin   string // base URL of the admin endpoint
 	URL     string
 	addr    string
 	client  *http.Client // that post uses
 	stopped bool
 }
+
+// caddyServer is a Caddy in this process or in one of its own.
+type caddyServer interface {
+	Reload(caddyfile string) error
+	Log() (string, error)
+	Metrics() (map[string]*dto.MetricFamily, error)
+	Stop() error
+}
+
+// process is a Caddy in a process of its own that leaves nothing behind.
+type process struct{ *harness.Process }
+
+func (p process) Stop() error { return p.Close() }
 
 // newSite runs a reverse_proxy with the given upstreams and the given lines in
 // its block.
@@ -44,6 +60,20 @@ func newSiteOf(t *testing.T, directives string) *site {
 	return s
 }
 
+// newProcess runs a site of the given directives in a process of its own, so
+// that its memory and its goroutines are its own.
+func newProcess(t *testing.T, directives string) *site {
+	t.Helper()
+	s := newSiteAt(t)
+	p, err := harness.StartProcess(s.file(directives))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.caddyServer, s.Admin = process{p}, p.Admin
+	s.stopAfter(t)
+	return s
+}
+
 // newSiteAt finds an address for a site that is yet to be started.
 func newSiteAt(t *testing.T) *site {
 	t.Helper()
@@ -57,10 +87,17 @@ func newSiteAt(t *testing.T) *site {
 // start runs a Caddyfile.
 func (s *site) start(t *testing.T, caddyfile string) {
 	t.Helper()
-	var err error
-	if s.Caddy, err = harness.StartCaddy(caddyfile); err != nil {
+	c, err := harness.StartCaddy(caddyfile)
+	if err != nil {
 		t.Fatal(err)
 	}
+	s.caddyServer, s.Admin = c, c.Admin
+	s.stopAfter(t)
+}
+
+// stopAfter stops the Caddy when the test ends, if nothing has before.
+func (s *site) stopAfter(t *testing.T) {
+	t.Helper()
 	t.Cleanup(func() {
 		if t.Failed() {
 			if log, err := s.Log(); err == nil {

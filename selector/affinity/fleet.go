@@ -23,7 +23,8 @@ const (
 type Fleet struct {
 	mu       sync.Mutex // guards the load accounts
 	replicas atomic.Pointer[map[string]*Replica]
-	grow     sync.Mutex // serialises changes of replicas
+	grow     sync.Mutex   // serialises changes of replicas
+	bound    atomic.Int64 // of the blocks of all replicas
 	serial   uint32
 	swept    time.Time
 	gone     atomic.Uint32 // counts sweeps that forgot something
@@ -60,6 +61,9 @@ func (f *Fleet) Replica(addr string) *Replica {
 
 // Find returns the replica at an address, or nil if it is not known.
 func (f *Fleet) Find(addr string) *Replica { return (*f.replicas.Load())[addr] }
+
+// limit is each replica's share of the bound, in blocks.
+func (f *Fleet) limit() int { return int(f.bound.Load()) / max(len(*f.replicas.Load()), 1) }
 
 // Snapshot returns what is known of all replicas, by address.
 func (f *Fleet) Snapshot(now time.Time) []ReplicaState {

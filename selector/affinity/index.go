@@ -12,7 +12,6 @@ import (
 // hashed alike.
 type Index struct {
 	fleet    *Fleet
-	bound    atomic.Int64 // blocks, over all replicas
 	tables   atomic.Pointer[map[*Replica]*table]
 	grow     sync.Mutex    // serialises changes of tables
 	gone     atomic.Uint32 // of the fleet, when tables were last cleared of them
@@ -25,19 +24,21 @@ type Index struct {
 	stripes [64]sync.Mutex
 }
 
-// NewIndex returns an empty index of at most maxBlocks blocks over all replicas.
+// NewIndex returns an empty index and raises the fleet's bound: see Require.
 func NewIndex(f *Fleet, maxBlocks int) *Index {
 	x := &Index{fleet: f}
-	x.bound.Store(int64(maxBlocks))
+	x.Require(maxBlocks)
 	x.tables.Store(&map[*Replica]*table{})
 	return x
 }
 
-// Require raises the index's bound to maxBlocks, if it is less.
+// Require raises the bound of what all indexes of the fleet hold together to
+// maxBlocks blocks, if it is less: the largest counts, because they share the
+// replicas' caches.
 func (x *Index) Require(maxBlocks int) {
-	for {
-		old := x.bound.Load()
-		if int64(maxBlocks) <= old || x.bound.CompareAndSwap(old, int64(maxBlocks)) {
+	for bound := &x.fleet.bound; ; {
+		old := bound.Load()
+		if int64(maxBlocks) <= old || bound.CompareAndSwap(old, int64(maxBlocks)) {
 			return
 		}
 	}
@@ -59,15 +60,12 @@ func (x *Index) table(r *Replica) *table {
 	return t
 }
 
-// limit is each replica's share of the bound, in blocks.
-func (x *Index) limit() int { return int(x.bound.Load()) / len(*x.tables.Load()) }
-
 // trim takes the replicas that hold more than their share back to it, now that
 // there is one more: whoever gets requests does that himself, but replicas that
 // have left get none. Some excess is left alone, so that many that come one after
 // the other don't have everything rebuilt each time. x.grow is held.
 func (x *Index) trim() {
-	limit := x.limit()
+	limit := x.fleet.limit()
 	for r, t := range *x.tables.Load() {
 		r.mu.Lock()
 		if r.order.blocks > limit+limit/4 {
@@ -204,7 +202,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 
 	if len(chain) > 0 {
 		a.table = x.table(r)
-		limit := x.limit()
+		limit := x.fleet.limit()
 		r.mu.Lock()
 		a.generation = r.generation
 		r.send(a.table, a, chain, s.views[choice.Candidate].blocks, limit, s.spans[:0])

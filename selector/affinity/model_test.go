@@ -65,7 +65,7 @@ func TestModel(t *testing.T) {
 		t.Run(kind.name, func(t *testing.T) {
 			for seed := range uint64(rounds) {
 				x := newFixture(replicas)
-				x.index = NewIndex(x.fleet, kind.bound)
+				x.fleet.bound.Store(int64(kind.bound))
 				shared := prompts(rand.New(rand.NewPCG(seed, 7)), 40)
 				crew := make([]*worker, workers)
 				for i := range crew {
@@ -297,7 +297,7 @@ func checkAccounts(t *testing.T, x *fixture, crew []*worker) {
 			t.Errorf("%s: %d requests wait for %v tokens, want %d for %v", s.Address, s.Waiting, s.PendingPrefillTokens, waiting, pending)
 		}
 	}
-	if bound := int(x.index.bound.Load()); blocks > bound*5/4 {
+	if bound := int(x.fleet.bound.Load()); blocks > bound*5/4 {
 		t.Errorf("%d blocks in an index of %d", blocks, bound)
 	}
 }

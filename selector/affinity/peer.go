@@ -100,7 +100,7 @@ func (p *Peer) send(now time.Time, e *Event) {
 		s := scratches.Get().(*scratch)
 		defer scratches.Put(s)
 		a.table = x.table(r)
-		limit := int(x.bound.Load()) / len(*x.tables.Load())
+		limit := x.fleet.limit()
 		r.mu.Lock()
 		a.generation = r.generation
 		r.send(a.table, a, e.Blocks, 0, limit, s.spans[:0])

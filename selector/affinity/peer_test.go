@@ -61,7 +61,7 @@ func TestPeers(t *testing.T) {
 		peers := []*Peer{a.follow(b), b.follow(a)}
 		single.rule.Shadow = true
 		for _, x := range all {
-			x.index.bound.Store(3 * 30) // some are pushed out
+			x.fleet.bound.Store(3 * 30) // some are pushed out
 			x.fleet.mu.Lock()
 			x.fleet.join(x.cands, x.now) // as the first request of each would
 			x.fleet.mu.Unlock()

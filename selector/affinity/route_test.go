@@ -645,12 +645,31 @@ func TestForgotten(t *testing.T) {
 	})
 }
 
+// TestSmallerIndexBeside: an index with a smaller bound takes nothing away from
+// another one that knows the same replicas.
+func TestSmallerIndexBeside(t *testing.T) {
+	x := newFixture(2)
+	at := make([]int, 40)
+	for i := range at {
+		at[i] = x.serve(keyOf(series(i, 100)...)).Candidate
+	}
+	large := x.index
+	x.index = NewIndex(x.fleet, 1000)
+	x.serve(keyOf(series(100, 100)...))
+	x.index = large
+	for i := range at {
+		if c := x.serve(keyOf(series(i, 100)...)); c.Candidate != at[i] || c.Reason != Affinity {
+			t.Fatalf("prompt %d: %+v", i, c)
+		}
+	}
+}
+
 // TestChurn: replicas that come and go faster than time forgets them neither pile
 // up themselves nor do their blocks.
 func TestChurn(t *testing.T) {
 	const bound, replicas = 10_000, maxReplicas * 5 / 4
 	x := newFixture(1)
-	x.index = NewIndex(x.fleet, bound)
+	x.fleet.bound.Store(bound)
 	most := 0
 	for i := range replicas {
 		x.now = x.now.Add(10 * time.Millisecond)
