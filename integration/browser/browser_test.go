@@ -52,7 +52,7 @@ func TestPage(t *testing.T) {
 		for range 2 {
 			holder = s.ask(t, question)
 		}
-		if err := s.fleet[7].SetFaults(engine.Faults{Slow: 3}); err != nil {
+		if err := s.Fleet[7].SetFaults(engine.Faults{Slow: 3}); err != nil {
 			t.Fatal(err)
 		}
 		s.traffic(t, workload.Shape{
@@ -107,7 +107,7 @@ func TestPage(t *testing.T) {
 			"No upstream has served a request yet.":            unused,
 			"no answer from Caddy's admin endpoint at " + free: unreachable,
 		})
-		if err := s.Reload("http://" + s.addr + " {\n\tbind 127.0.0.1\n\trespond ok\n}\n"); err != nil {
+		if err := s.Reload("http://" + s.Addr + " {\n\tbind 127.0.0.1\n\trespond ok\n}\n"); err != nil {
 			t.Fatal(err)
 		}
 		browse(t, chromium, "states", map[string]any{"No prefix_affinity policy is configured in this Caddy.": unused})
@@ -116,51 +116,27 @@ func TestPage(t *testing.T) {
 	})
 }
 
-// site is a running Caddy with the policy and its engines.
+// site is a gateway with the policy.
 type site struct {
-	*harness.Caddy
+	*harness.Gateway
 
-	addr  string
-	fleet harness.Fleet
-	stop  func() // ends the traffic
+	stop func() // ends the traffic
 }
 
 func newSite(t *testing.T, replicas int) *site {
 	t.Helper()
-	fleet, err := harness.Engines(replicas, engine.Config{
+	g, err := harness.StartGateway(replicas, engine.Config{
 		CapacityTokens: 60_000, PrefillRate: 12_000, InterToken: 5 * time.Millisecond,
-	})
+	}, "lb_policy prefix_affinity {\n\t\t\tpoll 1s\n\t\t}")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
+		if err := g.Close(); err != nil {
 			t.Error(err)
 		}
 	})
-	addr, err := harness.FreeAddr()
-	if err != nil {
-		t.Fatal(err)
-	}
-	s := &site{addr: addr, fleet: fleet, stop: func() {}}
-	s.Caddy, err = harness.StartCaddy(fmt.Sprintf(`http://%s {
-	bind 127.0.0.1
-	reverse_proxy %s {
-		lb_policy prefix_affinity {
-			poll 1s
-		}
-	}
-}
-`, addr, fleet.Upstreams()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := s.Stop(); err != nil {
-			t.Error(err)
-		}
-	})
-	return s
+	return &site{g, func() {}}
 }
 
 // traffic keeps conversations of a shape going until the test ends or s.stop.
@@ -175,7 +151,7 @@ func (s *site) traffic(t *testing.T, shape workload.Shape) {
 				t.Error(err)
 				return
 			}
-			if _, err := plan.Play(ctx, "http://"+s.addr, 500*time.Millisecond, func() {}); err != nil && ctx.Err() == nil {
+			if _, err := plan.Play(ctx, "http://"+s.Addr, 500*time.Millisecond, func() {}); err != nil && ctx.Err() == nil {
 				t.Error(err)
 				return
 			}
@@ -191,11 +167,11 @@ func (s *site) traffic(t *testing.T, shape workload.Shape) {
 // ask sends a question and returns who answered it.
 func (s *site) ask(t *testing.T, question string) *engine.Engine {
 	t.Helper()
-	a, err := workload.Ask(t.Context(), http.DefaultClient, "http://"+s.addr+chat, []byte(request(question)), nil)
+	a, err := workload.Ask(t.Context(), http.DefaultClient, "http://"+s.Addr+chat, []byte(request(question)), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for i, e := range s.fleet {
+	for i, e := range s.Fleet {
 		if a.Replica == fmt.Sprintf("replica-%d", i+1) {
 			return e
 		}
@@ -206,7 +182,7 @@ func (s *site) ask(t *testing.T, question string) *engine.Engine {
 
 func (s *site) find(t *testing.T, addr string) *engine.Engine {
 	t.Helper()
-	for _, e := range s.fleet {
+	for _, e := range s.Fleet {
 		if e.Addr() == addr {
 			return e
 		}

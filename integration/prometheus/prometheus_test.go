@@ -58,8 +58,8 @@ func TestAlertRules(t *testing.T) {
 func TestDashboard(t *testing.T) {
 	binary := look(t, "prometheus")
 	board := readDashboard(t)
-	caddy := startCaddy(t)
-	p := startPrometheus(t, binary, strings.TrimPrefix(caddy.Admin, "http://"))
+	gateway := startGateway(t)
+	p := startPrometheus(t, binary, strings.TrimPrefix(gateway.Admin, "http://"))
 
 	for _, v := range board.variables {
 		t.Run("variable "+v.Name, func(t *testing.T) {
@@ -239,37 +239,17 @@ func readDashboard(t *testing.T) dashboard {
 	return board
 }
 
-// startCaddy runs a Caddy with the policy and keeps traffic going that has
+// startGateway runs a Caddy with the policy and keeps traffic going that has
 // something of everything: hits, misses, evictions, requests without a prompt.
-func startCaddy(t *testing.T) *harness.Caddy {
+func startGateway(t *testing.T) *harness.Gateway {
 	t.Helper()
-	fleet, err := harness.Engines(3, engine.Config{PrefillRate: 50_000, InterToken: time.Millisecond, CapacityTokens: 40_000})
+	g, err := harness.StartGateway(3, engine.Config{PrefillRate: 50_000, InterToken: time.Millisecond, CapacityTokens: 40_000},
+		"lb_policy prefix_affinity {\n\t\t\tpoll 1s\n\t\t}")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	addr, err := harness.FreeAddr()
-	if err != nil {
-		t.Fatal(err)
-	}
-	caddy, err := harness.StartCaddy(fmt.Sprintf(`http://%s {
-	bind 127.0.0.1
-	reverse_proxy %s {
-		lb_policy prefix_affinity {
-			poll 1s
-		}
-	}
-}
-`, addr, fleet.Upstreams()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := caddy.Stop(); err != nil {
+		if err := g.Close(); err != nil {
 			t.Error(err)
 		}
 	})
@@ -287,11 +267,11 @@ func startCaddy(t *testing.T) *harness.Caddy {
 				t.Error(err)
 				return
 			}
-			if _, err := plan.Play(ctx, "http://"+addr, 300*time.Millisecond, func() {}); err != nil && ctx.Err() == nil {
+			if _, err := plan.Play(ctx, "http://"+g.Addr, 300*time.Millisecond, func() {}); err != nil && ctx.Err() == nil {
 				t.Error(err)
 				return
 			}
-			if err := embed(ctx, addr); err != nil && ctx.Err() == nil {
+			if err := embed(ctx, g.Addr); err != nil && ctx.Err() == nil {
 				t.Error(err)
 				return
 			}
@@ -301,7 +281,7 @@ func startCaddy(t *testing.T) *harness.Caddy {
 		cancel()
 		wg.Wait()
 	})
-	return caddy
+	return g
 }
 
 // embed sends a request without a prompt to go by.
