@@ -56,29 +56,38 @@ func (a *Attempt) drop() {
 // Replica returns where the attempt goes.
 func (a *Attempt) Replica() *Replica { return a.replica }
 
-// Confirm takes in the headers of a 2xx: the replica has the prompt. stream
-// says whether a first output will be seen; if not, the prefill counts as done
-// when it should be.
+// Confirm takes in the headers of a 2xx. stream says whether a first output will
+// be seen: until then the prompt may still wait for its prefill. If not, the
+// replica has it, and the prefill counts as done when it should be.
 func (a *Attempt) Confirm(now time.Time, stream bool) {
 	f := a.replica.fleet
 	f.mu.Lock()
 	fresh := !a.confirmed && !a.ended
+	held := false
 	if fresh {
 		a.confirmed = true
+		held = !stream || !a.queued
 		if a.queued {
 			a.see(stream)
 		}
 	}
 	f.mu.Unlock()
-	if !fresh {
+	if held {
+		a.hold()
+	}
+	if fresh {
+		a.note(Event{Kind: Confirmed, Stream: stream})
+	}
+}
+
+// hold makes the prompt stay in the replica's index.
+func (a *Attempt) hold() {
+	if a.table == nil {
 		return
 	}
-	if a.table != nil {
-		a.replica.mu.Lock()
-		a.replica.confirm(a)
-		a.replica.mu.Unlock()
-	}
-	a.note(Event{Kind: Confirmed, Stream: stream})
+	a.replica.mu.Lock()
+	a.replica.confirm(a)
+	a.replica.mu.Unlock()
 }
 
 // see notes whether the first output of a queued attempt will be seen.
@@ -103,12 +112,16 @@ func (a *Attempt) FirstOutput(now time.Time) {
 	var took time.Duration
 	f.mu.Lock()
 	fresh := a.queued
+	held := fresh && a.confirmed
 	if fresh {
 		a.see(true)
 		passed, took = a.replica.load.output(a.replica.group.Load(), a, now, buf[:0])
 	}
 	f.mu.Unlock()
 	a.replica.run(passed)
+	if held {
+		a.hold()
+	}
 	if fresh {
 		a.note(Event{Kind: Output, Took: took})
 	}
@@ -155,6 +168,8 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 		return
 	}
 	a.ended = true
+	// A stream that ends before its first output may have computed nothing.
+	stays := o == Served || a.confirmed && (!a.queued || a.blind)
 	l := &r.load
 	switch {
 	case a.queued && a.blind && o == Served:
@@ -169,7 +184,6 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	if o == Lost || o == Refused {
 		l.punish(a.prompt, now, retryAfter)
 	}
-	stays := a.confirmed || o == Served
 	r.fleet.mu.Unlock()
 
 	r.run(passed)

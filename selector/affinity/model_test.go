@@ -21,7 +21,7 @@ type worker struct {
 	all   [][]prefixhash.Block // prompts that everybody sends
 	open  []*openAttempt
 	owed  map[*Replica]float64                       // tokens of what was refused or lost
-	kept  map[*Replica]map[prefixhash.Block]struct{} // own blocks that a 2xx has confirmed
+	kept  map[*Replica]map[prefixhash.Block]struct{} // own blocks that were computed
 	spans [8]int                                     // scratch
 }
 
@@ -182,7 +182,7 @@ func (w *worker) route() {
 }
 
 // wantMatch compares the match of an own prompt with the model's: its leading
-// blocks that were confirmed there, or are on their way there.
+// blocks that were computed there, or are on their way there.
 func (w *worker) wantMatch(r *Replica, chain []prefixhash.Block, got int) {
 	want := 0
 	for _, b := range chain {
@@ -249,7 +249,7 @@ func (w *worker) finish(i int) {
 	if o == Lost || o == Refused {
 		w.owed[r] += float64(a.key.Bytes) / BytesPerToken
 	}
-	if a.owned && (a.confirmed || o == Served) {
+	if a.owned && (o == Served || a.confirmed && (a.begun || !a.key.Stream)) {
 		if w.kept[r] == nil {
 			w.kept[r] = make(map[prefixhash.Block]struct{})
 		}

@@ -201,6 +201,7 @@ func TestPeerVanishes(t *testing.T) {
 	a.route(unconfirmed)
 	_, at := a.route(confirmed)
 	at.Confirm(a.now, true)
+	at.FirstOutput(a.now)
 	b.serve(keyOf(series(3, 2)...)) // makes the replicas candidates
 	if p.InFlight() != 2 {
 		t.Fatalf("follows %d attempts, want 2", p.InFlight())

@@ -380,6 +380,36 @@ func TestRefusedPromptTakesNothingAway(t *testing.T) {
 	}
 }
 
+// A client that leaves before the first output leaves nothing behind, although
+// engines send the headers of a stream at once: neither is its prompt believed to
+// be there, nor can its absence make the cache look small.
+func TestLeavingEarlyTeachesNothing(t *testing.T) {
+	x := newFixture(1)
+	x.serve(keyOf(series(1, 100)...))
+	_, a := x.route(keyOf(series(1, 100)...))
+	a.Confirm(x.now, true)
+	a.FirstOutput(x.now)
+	a.Report(6400, 6384)
+	a.Finish(x.now, Served, 0)
+	for n := range 50 {
+		prompt := keyOf(series(2+n, 100)...)
+		_, a := x.route(prompt)
+		a.Confirm(x.now, true)
+		a.Finish(x.now, Aborted, 0)
+		c, a := x.route(prompt)
+		if c.MatchedTokens != 0 {
+			t.Fatalf("%+v", c)
+		}
+		a.Confirm(x.now, true)
+		a.FirstOutput(x.now)
+		a.Report(6400, 0)
+		a.Finish(x.now, Served, 0)
+	}
+	if s := x.cands[0].Replica.Snapshot(x.now); s.CapacityTokens != 0 {
+		t.Errorf("capacity %d", s.CapacityTokens)
+	}
+}
+
 func TestAbsurdQueueReportIsForgotten(t *testing.T) {
 	x := newFixture(2)
 	busy := func(n int) int {
