@@ -72,6 +72,15 @@ const (
 	fieldOllama   // a member that only Ollama's API has
 	fieldNoPrompt // a member that only APIs without generation have
 
+	// Members under which an engine computes another prompt than the body says,
+	// or doesn't look into its cache.
+	fieldTruncateTokens // vLLM: only so many tokens at the prompt's end count
+	fieldTruncation     // Responses
+	fieldPromptLogprobs // vLLM, and so does echo of completions with logprobs
+	fieldEcho
+	fieldLogprobStart // SGLang
+	fieldCachePrompt  // llama.cpp
+
 	// Members whose own members matter.
 	fieldParameters
 	fieldReasoning
@@ -81,62 +90,68 @@ const (
 )
 
 var fieldNames = map[string]field{
-	"model":                fieldModel,
-	"lora":                 fieldLora,
-	"lora_path":            fieldLoraPath,
-	"lora_request":         fieldLoraRequest,
-	"adapter_id":           fieldAdapterID,
-	"cache_salt":           fieldCacheSalt,
-	"extra_key":            fieldExtraKey,
-	"session_params":       fieldSessionParams,
-	"chat_template":        fieldChatTemplate,
-	"chat_template_kwargs": fieldTemplateKwargs,
-	"template":             fieldTemplate,
-	"raw":                  fieldRaw,
-	"add_special_tokens":   fieldSpecialTokens,
-	"reasoning_effort":     fieldEffort,
-	"think":                fieldThink,
-	"mm_processor_kwargs":  fieldMMKwargs,
-	"media_io_kwargs":      fieldMediaKwargs,
-	"features":             fieldFeatures,
-	"documents":            fieldDocuments,
-	"tools":                fieldTools,
-	"functions":            fieldFunctions,
-	"system":               fieldSystem,
-	"instructions":         fieldInstructions,
-	"messages":             fieldMessages,
-	"input":                fieldInput,
-	"prompt":               fieldPrompt,
-	"text":                 fieldText,
-	"inputs":               fieldInputs,
-	"text_input":           fieldTextInput,
-	"suffix":               fieldSuffix,
-	"context":              fieldContext,
-	"input_prefix":         fieldInputPrefix,
-	"input_suffix":         fieldInputSuffix,
-	"input_extra":          fieldInputExtra,
-	"prompt_token_ids":     fieldPromptTokenIDs,
-	"input_ids":            fieldInputIDs,
-	"token_ids":            fieldTokenIDs,
-	"prompt_embeds":        fieldPromptEmbeds,
-	"input_embeds":         fieldInputEmbeds,
-	"images":               fieldImages,
-	"image_data":           fieldImageData,
-	"audio_data":           fieldAudioData,
-	"video_data":           fieldVideoData,
-	"prompt_cache_key":     fieldPromptCacheKey,
-	"previous_response_id": fieldPreviousResponseID,
-	"conversation":         fieldConversation,
-	"thread":               fieldThread,
-	"stream":               fieldStream,
-	"keep_alive":           fieldOllama,
-	"options":              fieldOllama,
-	"encoding_format":      fieldNoPrompt,
-	"dimensions":           fieldNoPrompt,
-	"voice":                fieldNoPrompt,
-	"parameters":           fieldParameters,
-	"reasoning":            fieldReasoning,
-	"thinking":             fieldThinking,
+	"model":                  fieldModel,
+	"lora":                   fieldLora,
+	"lora_path":              fieldLoraPath,
+	"lora_request":           fieldLoraRequest,
+	"adapter_id":             fieldAdapterID,
+	"cache_salt":             fieldCacheSalt,
+	"extra_key":              fieldExtraKey,
+	"session_params":         fieldSessionParams,
+	"chat_template":          fieldChatTemplate,
+	"chat_template_kwargs":   fieldTemplateKwargs,
+	"template":               fieldTemplate,
+	"raw":                    fieldRaw,
+	"add_special_tokens":     fieldSpecialTokens,
+	"reasoning_effort":       fieldEffort,
+	"think":                  fieldThink,
+	"mm_processor_kwargs":    fieldMMKwargs,
+	"media_io_kwargs":        fieldMediaKwargs,
+	"features":               fieldFeatures,
+	"documents":              fieldDocuments,
+	"tools":                  fieldTools,
+	"functions":              fieldFunctions,
+	"system":                 fieldSystem,
+	"instructions":           fieldInstructions,
+	"messages":               fieldMessages,
+	"input":                  fieldInput,
+	"prompt":                 fieldPrompt,
+	"text":                   fieldText,
+	"inputs":                 fieldInputs,
+	"text_input":             fieldTextInput,
+	"suffix":                 fieldSuffix,
+	"context":                fieldContext,
+	"input_prefix":           fieldInputPrefix,
+	"input_suffix":           fieldInputSuffix,
+	"input_extra":            fieldInputExtra,
+	"prompt_token_ids":       fieldPromptTokenIDs,
+	"input_ids":              fieldInputIDs,
+	"token_ids":              fieldTokenIDs,
+	"prompt_embeds":          fieldPromptEmbeds,
+	"input_embeds":           fieldInputEmbeds,
+	"images":                 fieldImages,
+	"image_data":             fieldImageData,
+	"audio_data":             fieldAudioData,
+	"video_data":             fieldVideoData,
+	"prompt_cache_key":       fieldPromptCacheKey,
+	"previous_response_id":   fieldPreviousResponseID,
+	"conversation":           fieldConversation,
+	"thread":                 fieldThread,
+	"stream":                 fieldStream,
+	"keep_alive":             fieldOllama,
+	"options":                fieldOllama,
+	"encoding_format":        fieldNoPrompt,
+	"dimensions":             fieldNoPrompt,
+	"voice":                  fieldNoPrompt,
+	"truncate_prompt_tokens": fieldTruncateTokens,
+	"truncation":             fieldTruncation,
+	"prompt_logprobs":        fieldPromptLogprobs,
+	"echo":                   fieldEcho,
+	"logprob_start_len":      fieldLogprobStart,
+	"cache_prompt":           fieldCachePrompt,
+	"parameters":             fieldParameters,
+	"reasoning":              fieldReasoning,
+	"thinking":               fieldThinking,
 }
 
 const preambleFields = fieldFeatures + 1
@@ -197,6 +212,17 @@ func (r *keyer) streams(at endpoint) bool {
 		return false
 	}
 	return at == streamAPI || at == ollamaAPI || r.fields[fieldOllama] != 0
+}
+
+// told tells whether what the engine says about its cache is about the prompt in
+// the body. Where it is not, the answer is no evidence: a client that has its
+// prompts truncated would make the cache look small to all.
+func (r *keyer) told() bool {
+	f := &r.fields
+	return !r.has(f[fieldTruncateTokens]) && !r.has(r.get(f[fieldParameters], "truncate")) &&
+		string(r.short(f[fieldTruncation])) != "auto" &&
+		!r.has(f[fieldPromptLogprobs]) && !r.has(f[fieldLogprobStart]) &&
+		r.kind(f[fieldEcho]) != truth && r.kind(f[fieldCachePrompt]) != falsehood
 }
 
 // named returns the ID of a name in the body, 0 if there is none.

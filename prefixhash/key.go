@@ -114,9 +114,9 @@ type Key struct {
 
 	// Judged tells that the engine's prompt is what the key describes. It is
 	// false where Ignore matched, the body was cut, a stored history comes
-	// first, the chain ended early (65,536 blocks), or the request holds
-	// several prompts: what the engine says about its cache is then no
-	// evidence about these blocks.
+	// first, the chain ended early (65,536 blocks), the request holds several
+	// prompts, or it has the engine truncate them or leave its cache alone: what
+	// the engine says about its cache is then no evidence about these blocks.
 	Judged bool
 }
 

@@ -454,6 +454,17 @@ func TestSessions(t *testing.T) {
 		{"previous/thread", `{"messages":["x"],"thread":{"type":"continue","previous_message_id":"msg_1"}}`, 0, h.ID("", "msg_1"), false},
 		{"previous/without input", `{"model":"m","previous_response_id":"resp_1"}`, 0, h.ID("", "resp_1"), false},
 		{"judged/several prompts", `{"prompt":["x","y"]}`, 0, 0, false},
+		{"judged/truncated", `{"messages":["x"],"truncate_prompt_tokens":16}`, 0, 0, false},
+		{"judged/truncated by TGI", `{"inputs":"x","parameters":{"truncate":16}}`, 0, 0, false},
+		{"judged/truncated if too long", `{"input":"x","truncation":"auto"}`, 0, 0, false},
+		{"judged/not truncated", `{"input":"x","truncation":"disabled","truncate_prompt_tokens":null}`, 0, 0, true},
+		{"judged/log probabilities of the prompt", `{"messages":["x"],"prompt_logprobs":0}`, 0, 0, false},
+		{"judged/log probabilities of the answer", `{"messages":["x"],"logprobs":true,"top_logprobs":2,"prompt_logprobs":null}`, 0, 0, true},
+		{"judged/log probabilities from a token on", `{"text":"x","return_logprob":true,"logprob_start_len":0}`, 0, 0, false},
+		{"judged/echo", `{"prompt":"x","echo":true,"logprobs":1}`, 0, 0, false},
+		{"judged/no echo", `{"prompt":"x","echo":false}`, 0, 0, true},
+		{"judged/cache left alone", `{"prompt":"x","cache_prompt":false}`, 0, 0, false},
+		{"judged/cache used", `{"prompt":"x","cache_prompt":true}`, 0, 0, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var k Key

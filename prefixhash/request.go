@@ -70,7 +70,7 @@ func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bo
 		return NoPrompt
 	}
 	k.Bytes = clamp(r.pos + r.others)
-	k.Judged = complete && !r.stopped && !r.ignore.matched && k.Previous == 0 && r.others == 0
+	k.Judged = complete && !r.stopped && !r.ignore.matched && k.Previous == 0 && r.others == 0 && r.told()
 	return Keyed
 }
 
