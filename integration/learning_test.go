@@ -91,6 +91,49 @@ func TestPredictionsFollowReports(t *testing.T) {
 	}
 }
 
+// Without polling, too, an engine that has lost its cache is found out, by what
+// it says of conversations that it should have. What it says of prompts that
+// are not keyed as they are, of which text was ignored, is no evidence, nor is
+// what it says of one client's conversation alone.
+func TestRestartFoundOut(t *testing.T) {
+	engine := quick
+	engine.CapacityTokens = 100_000
+	fleet := newFleet(t, 1, engine)
+	s := newSite(t, fleet.Upstreams(), policy("ignore `^at \\d+ `"))
+	rng := rand.New(rand.NewPCG(1, 2))
+	ask := func(prefix int, stamp string) {
+		s.ask(t, chat(true, stamp+words(fmt.Sprintf("prefix %d", prefix), 6000), "yes", fmt.Sprintf("question %d", rng.Int())))
+		s.quiet(t)
+	}
+	generation := func() int { return int(s.upstreams(t, fleet[0].Addr())[0].Generation) }
+	for i := range 160 {
+		ask(i%40, fmt.Sprintf("at %d ", i)) // the engine finds nothing of these, and has not restarted
+	}
+	for range 200 {
+		ask(40+rng.IntN(20), "")
+	}
+	if generation() != 0 {
+		t.Fatal("a restart was noticed before there was one")
+	}
+	fleet[0].Restart()
+	for range 20 {
+		ask(40, "")
+		ask(41, "")
+	}
+	if generation() != 0 {
+		t.Error("two conversations were enough to conclude a restart")
+	}
+	for range 40 {
+		ask(42+rng.IntN(18), "")
+	}
+	if generation() != 1 {
+		t.Error("the restart was not noticed")
+	}
+	if log, err := s.Log(); err != nil || !strings.Contains(log, "must have restarted") {
+		t.Errorf("the log says nothing of it: %v", err)
+	}
+}
+
 // scripted is an upstream that answers as its test says at the time.
 type scripted struct {
 	*httptest.Server

@@ -17,6 +17,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/prometheus/client_golang/prometheus"
+	"go.uber.org/zap"
 
 	"github.com/prefix-affinity/caddy/selector/affinity"
 	"github.com/prefix-affinity/caddy/selector/signal"
@@ -300,7 +301,9 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 		t.series.reporting.cached(t.q.policy.logger, t.q.upstream, usage.CachedTokens >= 0)
 	}
 	if usage.CachedTokens >= 0 {
-		t.attempt.Report(usage.PromptTokens, usage.CachedTokens)
+		if t.attempt.Report(usage.PromptTokens, usage.CachedTokens) {
+			t.q.policy.logger.Info("upstream must have restarted, for it finds nothing of what it held: forgotten", zap.String("upstream", t.q.upstream))
+		}
 		if usage.PromptTokens < 0 {
 			usage.PromptTokens = t.promptTokens
 		}

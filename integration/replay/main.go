@@ -68,6 +68,7 @@ func run(args []string, out, log io.Writer) (err error) {
 	f.Float64Var(&c.slow, "slow", 0, "replica 0 prefills at this share of the rate")
 	f.Float64Var(&c.small, "small", 0, "replica 0 has this share of the memory")
 	f.BoolVar(&c.fails, "fail", false, "replica 0 fails at 40 % of the span and is back, empty, at 50 %")
+	f.IntVar(&c.restarts, "restarts", 0, "so many times, evenly spread, a replica in its turn loses its cache and its requests and goes on")
 	csvFile := f.String("csv", "", "write the results to this file")
 	svgFile := f.String("svg", "", "draw the results into this file")
 	if err := f.Parse(args); err != nil {
@@ -116,7 +117,7 @@ func measure(t *trace, c setting, name string) (*outcome, error) {
 	}
 	c.pooled = name == "pooled"
 	if c.pooled {
-		c.fails = false
+		c.fails, c.restarts = false, 0
 	}
 	s := simulate(t, c, p)
 	o := &outcome{setting: c, result: s.result()}
@@ -124,6 +125,7 @@ func measure(t *trace, c setting, name string) (*outcome, error) {
 		for _, r := range p.gates[0].fleet.Snapshot(s.clock()) {
 			o.capacity += float64(r.CapacityTokens) / float64(c.replicas)
 		}
+		o.restarts = p.restarts
 	}
 	return o, nil
 }

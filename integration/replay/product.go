@@ -26,6 +26,41 @@ type product struct {
 	gates  []*gateway
 	chains map[*traced][]prefixhash.Block
 	rogue  roundRobin
+
+	restarts tally
+	suspects []suspect // by replica
+}
+
+// tally counts what the first gateway noticed of the restarts that were injected.
+// A response shows one if it found less than 5 % of a match of at least 1,024
+// tokens that was predicted and that the cache would have held: all prompts sent
+// to the replica since the match was last used were shorter than its memory.
+type tally struct {
+	injected int
+	shown    int // by 8 responses, or noticed before
+	noticed  int
+	within   int // of these, by no more than 8 responses
+	wrong    int // noticed where there was none
+}
+
+// suspect is a replica whose last restart, at a time, was shown by so many
+// responses and not noticed.
+type suspect struct {
+	restarted bool
+	at        float64
+	shown     int
+	tokens    int           // of all prompts sent to it
+	used      map[int32]int // that count when a block was last used
+}
+
+// sent is what is kept of a request under way.
+type sent struct {
+	*affinity.Attempt
+
+	gate  int
+	at    float64
+	match int  // tokens predicted
+	held  bool // the cache holds them, if it was not lost
 }
 
 type gateway struct {
@@ -95,6 +130,9 @@ func (p *product) start(s *sim) {
 		}
 		p.gates = append(p.gates, g)
 	}
+	for range s.replicas {
+		p.suspects = append(p.suspects, suspect{used: map[int32]int{}})
+	}
 	if p.sync >= 0 {
 		p.connect(s)
 	}
@@ -144,7 +182,8 @@ func (p *product) pick(s *sim, j *job) int {
 	if chance(j.id, 2) < p.unseen {
 		return p.rogue.pick(s, j)
 	}
-	g := p.gates[mix(uint64(j.id)+99)%uint64(p.gateways)]
+	gate := int(mix(uint64(j.id)+99) % uint64(p.gateways))
+	g := p.gates[gate]
 	for i, r := range s.replicas {
 		g.cands[i].State = affinity.Available
 		if !r.up {
@@ -153,19 +192,22 @@ func (p *product) pick(s *sim, j *job) int {
 	}
 	key := p.key(s, j.traced)
 	choice, attempt := g.index.Route(s.clock(), &key, g.cands, &p.rule, nil)
-	j.note = attempt
+	u := &p.suspects[choice.Candidate]
+	n := min(choice.MatchedTokens/s.trace.blockTokens, len(j.blocks))
+	j.note = sent{attempt, gate, s.now, choice.MatchedTokens, n > 0 && u.tokens-u.used[j.blocks[n-1]] < s.replicas[choice.Candidate].cache.size*s.trace.blockTokens}
+	u.tokens += j.prompt
 	return choice.Candidate
 }
 
 func (p *product) output(s *sim, j *job) {
-	if a, ok := j.note.(*affinity.Attempt); ok && p.streamed(j.traced) {
+	if a, ok := j.note.(sent); ok && p.streamed(j.traced) {
 		a.Confirm(s.clock(), true)
 		a.FirstOutput(s.clock())
 	}
 }
 
 func (p *product) ended(s *sim, j *job) {
-	a, ok := j.note.(*affinity.Attempt)
+	a, ok := j.note.(sent)
 	if !ok {
 		return
 	}
@@ -175,13 +217,54 @@ func (p *product) ended(s *sim, j *job) {
 		if chance(j.id, 5) < p.lies {
 			cached = 0
 		}
-		a.Report(j.prompt, int(min(cached, float64(j.prompt))))
+		found := int(min(cached, float64(j.prompt)))
+		noticed := a.Report(j.prompt, found)
+		if a.gate == 0 {
+			p.watch(j.replica.id, a, found, noticed)
+		}
+	}
+	u := &p.suspects[j.replica.id]
+	for _, b := range j.blocks {
+		u.used[b] = u.tokens
 	}
 	a.Finish(s.clock(), affinity.Served, 0)
 }
 
+// restarted notes that a replica lost its cache.
+func (p *product) restarted(s *sim, r *replica) {
+	if p.gates == nil {
+		return
+	}
+	p.restarts.injected++
+	u := &p.suspects[r.id]
+	u.restarted, u.at, u.shown = true, s.now, 0
+}
+
+// watch counts whether a restart was noticed when a response was reported.
+func (p *product) watch(replica int, a sent, found int, noticed bool) {
+	u := &p.suspects[replica]
+	if u.restarted && a.at >= u.at && a.held && a.match >= 1024 && float64(found) < 0.05*float64(a.match) {
+		if u.shown++; u.shown == 8 {
+			p.restarts.shown++
+		}
+	}
+	switch {
+	case noticed && u.restarted:
+		p.restarts.noticed++
+		if u.shown < 8 {
+			p.restarts.shown++
+		}
+		if u.shown <= 8 {
+			p.restarts.within++
+		}
+		u.restarted = false
+	case noticed:
+		p.restarts.wrong++
+	}
+}
+
 func (p *product) lost(s *sim, j *job) {
-	if a, ok := j.note.(*affinity.Attempt); ok {
+	if a, ok := j.note.(sent); ok {
 		a.Finish(s.clock(), affinity.Lost, 0)
 	}
 	j.note = nil

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/csv"
+	"errors"
 	"fmt"
 	"html"
 	"io"
@@ -22,6 +23,7 @@ type outcome struct {
 	setting  setting
 	result
 	capacity float64 // tokens, as the product sees it in the end, replicas' mean
+	restarts tally
 }
 
 // setting's name in tables.
@@ -57,6 +59,9 @@ func table(w io.Writer, all []*outcome) error {
 		}
 		fmt.Fprintln(t)
 	}
+	if err := errors.Join(t.Flush(), restartTable(w, all)); err != nil {
+		return err
+	}
 	if !slices.Contains(policies, "pooled") {
 		return t.Flush()
 	}
@@ -71,6 +76,35 @@ func table(w io.Writer, all []*outcome) error {
 		}
 		fmt.Fprintf(t, "%s\t%.3f\t%.2f\t%.2f\t\n", p, ratio(func(o *outcome) float64 { return max(o.hit, 1e-6) }),
 			ratio(func(o *outcome) float64 { return o.mean }), ratio(func(o *outcome) float64 { return o.p99 }))
+	}
+	return t.Flush()
+}
+
+// restartTable says what became of the injected restarts, over all draws.
+func restartTable(w io.Writer, all []*outcome) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	var sum []*outcome
+	for _, o := range all {
+		if o.restarts == (tally{}) {
+			continue
+		}
+		i := slices.IndexFunc(sum, func(s *outcome) bool { return s.where() == o.where() && s.policy == o.policy })
+		if i < 0 {
+			sum, i = append(sum, &outcome{workload: o.workload, cache: o.cache, load: o.load, policy: o.policy, setting: o.setting}), len(sum)
+		}
+		r := &sum[i].restarts
+		r.injected += o.restarts.injected
+		r.shown += o.restarts.shown
+		r.noticed += o.restarts.noticed
+		r.within += o.restarts.within
+		r.wrong += o.restarts.wrong
+	}
+	if len(sum) > 0 {
+		fmt.Fprintf(t, "restarts\tpolicy\tinjected\tshown by 8 responses\tnoticed\tby 8\twhere none was\t\n")
+	}
+	for _, o := range sum {
+		r := o.restarts
+		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t\n", o.where(), o.policy, r.injected, r.shown, r.noticed, r.within, r.wrong)
 	}
 	return t.Flush()
 }
@@ -92,7 +126,7 @@ func writeCSV(w io.Writer, all []*outcome) error {
 	lines := append(make([][]string, 0, 1+len(all)), []string{
 		"workload", "replicas", "cache", "cache_tokens", "load", "draw", "speedup", "policy", "hit", "ttft_mean", "ttft_p50", "ttft_p90",
 		"ttft_p99", "busiest_to_mean", "requests_most_to_mean", "replica_hit_least", "replica_hit_most", "prefill_tokens", "ttft_p99_after_failure",
-		"capacity_learned",
+		"capacity_learned", "restarts_injected", "restarts_shown", "restarts_noticed", "restarts_noticed_by_8", "restarts_wrong",
 	})
 	for _, o := range all {
 		line := append(make([]string, 0, len(lines[0])),
@@ -101,6 +135,9 @@ func writeCSV(w io.Writer, all []*outcome) error {
 		)
 		for _, x := range []float64{o.hit, o.mean, o.p50, o.p90, o.p99, o.busy, o.requests, o.leastHit, o.mostHit, float64(o.prefill), o.afterP99, o.capacity} {
 			line = append(line, number(x))
+		}
+		for _, n := range []int{o.restarts.injected, o.restarts.shown, o.restarts.noticed, o.restarts.within, o.restarts.wrong} {
+			line = append(line, strconv.Itoa(n))
 		}
 		lines = append(lines, line)
 	}

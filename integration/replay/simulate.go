@@ -19,6 +19,7 @@ type setting struct {
 	slow     float64 // > 0: replica 0 prefills at this share of the rate
 	small    float64 // > 0: replica 0 has this share of the memory
 	fails    bool    // replica 0 fails at 40 % of the span and is back, empty, at 50 %
+	restarts int     // that many times a replica is back, empty, in the moment it fails
 }
 
 // job is a request on its way.
@@ -84,6 +85,7 @@ const (
 	fails
 	returns
 	tells // the policy's own: f
+	restarts
 )
 
 type event struct {
@@ -162,10 +164,13 @@ func simulate(t *trace, c setting, p policy) *sim {
 		s.at(0.4*span, fails, nil, s.replicas[0])
 		s.at(0.5*span, returns, nil, s.replicas[0])
 	}
+	for i := range c.restarts {
+		s.at((float64(i)+1)/float64(c.restarts+1)*span, restarts, nil, s.replicas[i%c.replicas])
+	}
 	for left := len(s.jobs); left > 0; {
 		e := heap.Pop(&s.events).(event)
 		s.now = e.at
-		if e.kind != arrives && e.kind != returns && e.kind != tells && e.epoch != e.replica.epoch {
+		if e.kind != arrives && e.kind != returns && e.kind != restarts && e.kind != tells && e.epoch != e.replica.epoch {
 			continue
 		}
 		switch e.kind {
@@ -182,6 +187,8 @@ func simulate(t *trace, c setting, p policy) *sim {
 			s.fail(e.replica)
 		case returns:
 			e.replica.up = true
+		case restarts:
+			s.restart(e.replica)
 		}
 	}
 	return s
@@ -268,18 +275,35 @@ func (s *sim) end(j *job) {
 
 // fail takes a replica down: its cache is lost, and its requests are routed again.
 func (s *sim) fail(r *replica) {
+	lost := s.empty(r)
+	r.up = false
+	for _, j := range lost {
+		s.route(j)
+	}
+}
+
+// restart takes a replica down and up again before anybody could notice.
+func (s *sim) restart(r *replica) {
+	lost := s.empty(r)
+	if p, ok := s.policy.(*product); ok {
+		p.restarted(s, r)
+	}
+	for _, j := range lost {
+		s.route(j)
+	}
+}
+
+// empty lets a replica lose everything and returns its requests.
+func (s *sim) empty(r *replica) []*job {
 	lost := append(slices.Clone(r.running), r.queue...)
 	slices.SortFunc(lost, func(a, b *job) int { return a.id - b.id })
 	r.epoch++
-	r.up = false
 	r.queue, r.running, r.now = nil, nil, nil
 	r.cache = newCache(s.trace.blocks, r.cache.size)
 	for _, j := range lost {
 		s.policy.lost(s, j)
 	}
-	for _, j := range lost {
-		s.route(j)
-	}
+	return lost
 }
 
 // result is what came out of a run.
@@ -347,7 +371,7 @@ func percentile(x []float64, p float64) float64 {
 // pace returns the speedup that puts the scarcest of prefill time, KV memory
 // and slots at a load, as far as one pooled cache could serve it.
 func pace(t *trace, c setting, load float64) float64 {
-	c.pooled, c.slow, c.small, c.seed, c.fails = true, 0, 0, 0, false
+	c.pooled, c.slow, c.small, c.seed, c.fails, c.restarts = true, 0, 0, 0, false, 0
 	c.speedup = load * float64(c.replicas) * c.rate * t.span / float64(t.tokens) // as if nothing hit
 	for range 3 {
 		r := simulate(t, c, newKnowing(false)).result()

@@ -35,6 +35,8 @@ type Attempt struct {
 	place      int                 // among the provisional ones
 	known      []expectation       // what the index knew when it was sent
 	first      [4]expectation      // space for most
+	claim      claim               // what it knew for sure
+	nth        uint32              // which of the replica's requests it is
 	judged     bool                // what the engine reports is evidence
 	generation uint32
 }
@@ -128,31 +130,34 @@ func (a *Attempt) FirstOutput(now time.Time) {
 }
 
 // Report takes in how many prompt tokens the engine counted, and how many of
-// them it had cached. promptTokens < 0: not said, the own estimate counts.
-func (a *Attempt) Report(promptTokens, cachedTokens int) {
+// them it had cached. promptTokens < 0: not said, the own estimate counts. It
+// returns whether the replica must have restarted, as its last responses found
+// nothing of what it had; that is forgotten.
+func (a *Attempt) Report(promptTokens, cachedTokens int) (restarted bool) {
 	if promptTokens == 0 || cachedTokens < 0 {
-		return
+		return false
 	}
 	of := float64(promptTokens)
 	if promptTokens < 0 {
 		of = a.prompt
 	}
-	a.report(min(float64(cachedTokens)/of, 1))
+	return a.report(min(float64(cachedTokens)/of, 1))
 }
 
 // report takes in which share of the prompt the engine had cached.
-func (a *Attempt) report(share float64) {
+func (a *Attempt) report(share float64) (restarted bool) {
 	r := a.replica
 	r.mu.Lock()
 	fresh := a.judged && a.generation == r.generation
 	if fresh {
 		a.judged = false
-		r.judge(a, share)
+		restarted = r.judge(a, share)
 	}
 	r.mu.Unlock()
 	if fresh {
 		a.note(Event{Kind: Reported, Share: share})
 	}
+	return restarted
 }
 
 // Finish takes in how the attempt ended. A replica that refused it, or whose

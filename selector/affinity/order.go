@@ -45,6 +45,7 @@ type run struct {
 	sure       uint32 // bytes of the prompt that a 2xx has confirmed
 	blocks     uint32
 	pos        uint32 // position in the order, unless running
+	nth        uint32 // which of the replica's requests it is
 	phase      phase
 }
 
@@ -238,10 +239,10 @@ func (o *order) forget(capacity int64) {
 	}
 }
 
-// clear releases every run.
-func (o *order) clear() {
+// clear releases the runs of the requests before the nth.
+func (o *order) clear(nth uint32) {
 	for slot := range o.runs {
-		if o.runs[slot].phase != free {
+		if o.runs[slot].phase != free && o.runs[slot].nth < nth {
 			o.release(uint32(slot))
 		}
 	}

@@ -1,6 +1,7 @@
 package affinity
 
 import (
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -24,6 +25,8 @@ type Replica struct {
 	order       order
 	provisional []*Attempt // sent, and not confirmed by a 2xx yet
 	generation  uint32
+	sends       uint32 // prompts sent; wraps, which makes old ones say nothing
+	doubt       doubt
 	vote        vote
 	fits        int   // the vote's bin
 	capacity    int64 // bytes
@@ -134,16 +137,22 @@ func (r *Replica) limit() float64 {
 func (r *Replica) Restarted() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.lost(math.MaxUint32)
+}
+
+// lost forgets what requests before the nth left in the cache. r.mu is held.
+func (r *Replica) lost(nth uint32) {
 	r.generation++
 	r.cached = false
-	r.order.clear()
+	r.doubt = doubt{}
+	r.order.clear(nth)
 }
 
 // Forget drops everything that is believed to be cached at the replica.
 func (r *Replica) Forget() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.order.clear()
+	r.order.clear(math.MaxUint32)
 }
 
 // send enters a prompt as the most recent one. It notes in a what was known of
@@ -155,6 +164,11 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 	have := known(spans)
 	for _, s := range spans {
 		a.known = append(a.known, expectation{chain[s.to-1].End, s.far})
+	}
+	r.sends++
+	a.nth = r.sends
+	if have > 0 {
+		a.claim = r.claimed(spans, startOf(chain, spans[len(spans)-1].from), chain[have-1].End, a.prompt)
 	}
 
 	r.makeRoom(len(chain)-have, limit, spans)
@@ -196,7 +210,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		slot = o.take()
 	}
 	o.cut(slot, 0, chain[len(chain)-1].End, uint32(len(chain)))
-	o.runs[slot].sure = sure
+	o.runs[slot].sure, o.runs[slot].nth = sure, a.nth
 	o.enter(slot, waiting)
 	for i, b := range chain {
 		if i < from || i >= to {
@@ -322,16 +336,18 @@ func (r *Replica) withdraw(a *Attempt) {
 	r.settled(a)
 }
 
-// judge takes in a report of cached tokens. r.mu is held.
-func (r *Replica) judge(a *Attempt, share float64) {
+// judge takes in a report of cached tokens and returns whether the cache must
+// have been lost. r.mu is held.
+func (r *Replica) judge(a *Attempt, share float64) bool {
 	r.cached = r.cached || share > 0
 	if !r.cached {
-		return // an engine that only ever says 0 says nothing
+		return false // an engine that only ever says 0 says nothing
 	}
 	bytes := a.prompt * BytesPerToken
-	hit, miss := judge(a.known, int64(share*bytes), int64(slack*bytes))
+	held, slack := int64(share*bytes), int64(slack*bytes)
+	hit, miss := judge(a.known, held, slack)
 	if hit == 0 && miss == 0 {
-		return
+		return false
 	}
 	r.vote.report(hit, miss)
 	if g := r.group.Load(); g != nil {
@@ -340,6 +356,13 @@ func (r *Replica) judge(a *Attempt, share float64) {
 		g.mu.Unlock()
 	}
 	r.settle()
+	r.doubt.hit(hit)
+	distance := a.known[len(a.known)-1].far + int64(a.known[len(a.known)-1].end)
+	if !r.doubt.weigh(a.claim, a.nth, distance, held, slack, r.capacity, &r.vote) {
+		return false
+	}
+	r.lost(r.doubt.before)
+	return true
 }
 
 // slack is the share of a prompt by which a report may fall short: tokens and
