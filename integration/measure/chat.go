@@ -31,7 +31,7 @@ func (c Chat) JSON() []byte {
 		Stream   bool   `json:"stream"`
 	}
 	body.Model, body.Stream = "m", true
-	var tools []any
+	tools := make([]any, 0, 13)
 	for i := range 1 + min(c.Bytes/8192, 12) {
 		tools = append(tools, object{"type": "function", "function": object{
 			"name": "tool_" + strconv.Itoa(i), "description": shared.text(min(c.Bytes/64, 200)),

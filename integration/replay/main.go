@@ -106,7 +106,7 @@ func run(args []string, out, log io.Writer) (err error) {
 			}
 		}
 	}
-	return errors.Join(table(out, all), write(*csvFile, all, writeCSV), write(*svgFile, all, chart))
+	return errors.Join(table(out, all), write(*csvFile, all, writeCSV), write(*svgFile, all, drawing))
 }
 
 // measure replays a workload before a policy.

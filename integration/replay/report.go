@@ -4,13 +4,14 @@ import (
 	"encoding/csv"
 	"errors"
 	"fmt"
-	"html"
 	"io"
 	"math"
 	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/prefix-affinity/caddy/integration/chart"
 )
 
 // outcome is the result of one run.
@@ -146,30 +147,26 @@ func writeCSV(w io.Writer, all []*outcome) error {
 
 func number(x float64) string { return strconv.FormatFloat(x, 'g', 6, 64) }
 
-// chart draws mean TTFT as bars on a logarithmic scale, a group for each
+// drawing draws mean TTFT as bars on a logarithmic scale, a group for each
 // setting, with the hit ratio beside them.
-func chart(w io.Writer, all []*outcome) error {
+func drawing(w io.Writer, all []*outcome) error {
 	const row, left, width, gap = 18, 150, 620, 34
 	wheres, policies := distinct(all, (*outcome).where), distinct(all, func(o *outcome) string { return o.policy })
 	least, most := math.Inf(1), 0.0
 	for _, o := range all {
 		least, most = min(least, max(o.mean, 1e-3)), max(most, o.mean)
 	}
-	least, most = math.Floor(math.Log10(least)), math.Ceil(math.Log10(most)+0.05)
-	at := func(seconds float64) float64 {
-		return left + width*(math.Log10(max(seconds, 1e-3))-least)/(most-least)
-	}
+	axis := chart.Log(least, most*1.12, left, left+width)
 	height := len(wheres)*(len(policies)*row+gap) + 60
-	var b strings.Builder
-	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12" role="img">`, left+width+90, height)
-	fmt.Fprintf(&b, "\n<title>Mean time to first token and hit ratio, by workload and policy</title>\n<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n")
-	for d := least; d <= most; d++ {
-		x := at(math.Pow(10, d))
-		fmt.Fprintf(&b, `<line x1="%.1f" x2="%.1f" y1="20" y2="%d" stroke="#ddd"/><text x="%.1f" y="14" text-anchor="middle" fill="#555">%g s</text>`+"\n", x, x, height-30, x, math.Pow(10, d))
+	d := chart.New(left+width+90, height, "Mean time to first token and hit ratio, by workload and policy")
+	for _, seconds := range axis.Decades() {
+		x := axis.At(seconds)
+		d.Line("#ddd", [2]float64{x, 20}, [2]float64{x, float64(height - 30)})
+		d.Text(x, 14, fmt.Sprintf("%g s", seconds), `text-anchor="middle" fill="#555"`)
 	}
-	y := 24
+	y := 24.0
 	for _, where := range wheres {
-		fmt.Fprintf(&b, `<text x="8" y="%d" font-weight="bold">%s</text>`+"\n", y+14, html.EscapeString(where))
+		d.Text(8, y+14, where, `font-weight="bold"`)
 		y += 22
 		for _, p := range policies {
 			for _, o := range all {
@@ -183,15 +180,16 @@ func chart(w io.Writer, all []*outcome) error {
 				case p == "pooled" || p == "clairvoyant":
 					fill = "#d5dae0"
 				}
-				fmt.Fprintf(&b, `<text x="%d" y="%d" text-anchor="end">%s</text><rect x="%d" y="%d" width="%.1f" height="%d" fill="%s"/><text x="%.1f" y="%d">%.2f s, %.0f %%</text>`+"\n",
-					left-6, y+12, html.EscapeString(p), left, y+2, max(at(o.mean)-left, 1), row-5, fill, at(o.mean)+5, y+12, o.mean, 100*o.hit)
+				end := axis.At(max(o.mean, 1e-3))
+				d.Text(left-6, y+12, p, `text-anchor="end"`)
+				d.Rect(left, y+2, max(end-left, 1), row-5, fill)
+				d.Text(end+5, y+12, fmt.Sprintf("%.2f s, %.0f %%", o.mean, 100*o.hit), "")
 				break
 			}
 			y += row
 		}
 		y += gap - 22
 	}
-	fmt.Fprintf(&b, `<text x="%d" y="%d" fill="#555">mean time to first token (logarithmic), hit ratio; pooled and clairvoyant are bounds, not policies</text>`+"\n</svg>\n", left, height-10)
-	_, err := io.WriteString(w, b.String())
-	return err
+	d.Text(left, float64(height-10), "mean time to first token (logarithmic), hit ratio; pooled and clairvoyant are bounds, not policies", `fill="#555"`)
+	return d.Write(w)
 }
