@@ -38,7 +38,7 @@ func (p *patient) serve(w http.ResponseWriter, r *http.Request) {
 // proxy's memory while it waits, while its answer streams, and afterwards.
 func memory(out io.Writer) error {
 	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(t, "\trequests\tbody\twaiting: RSS\theap\theap each\tbodies of 2^n\tanswering: heap\tafter: heap\tRSS\tbefore: RSS\t")
+	fmt.Fprintln(t, "\trequests\tbody\tpeak RSS\theap waiting\teach\tbodies in powers of two\theap answering\theap after\tRSS after\tRSS before\t")
 	for _, p := range []policy{leastConn, buffering, affinity} {
 		for _, size := range []int{2 << 10, 32 << 10, 500 << 10} {
 			for _, n := range []int{100, 1000} {

@@ -66,11 +66,11 @@ func (p policy) start(upstreams []string) (*proxy, error) {
 	}
 	file := filepath.Join(x.dir, "Caddyfile")
 	config := fmt.Sprintf("{\n\tadmin %s\n\tpersist_config off\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n"+
-		"http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t}\n}\n", x.admin, x.addr, strings.Join(upstreams, " "), p.proxy)
+		"http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t\ttransport http {\n\t\t\tdial_timeout 1m\n\t\t}\n\t}\n}\n", x.admin, x.addr, strings.Join(upstreams, " "), p.proxy)
 	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
 		return nil, err
 	}
-	x.cmd = exec.Command(os.Args[0]) // itself
+	x.cmd = exec.Command(os.Args[0]) //nolint:gosec // itself
 	x.cmd.Env = append(os.Environ(), asCaddy+"="+file, "XDG_DATA_HOME="+x.dir, "XDG_CONFIG_HOME="+x.dir)
 	x.cmd.Stderr = os.Stderr
 	answers, err := x.cmd.StdoutPipe()

@@ -96,23 +96,24 @@ func mix(x uint64) uint64 { // splitmix64
 // turns. A function is called so often that it takes some 100 us: the clock
 // doesn't matter then, and the scheduler seldom does.
 func curvesOf(names []string, rows ...[]func()) []curve {
-	curves := make([]curve, len(names))
-	for i, name := range names {
-		times := make([]int, len(rows[i]))
-		repeated := make([]func(), len(rows[i]))
-		for p, f := range rows[i] {
+	curves := make([]curve, 0, len(names))
+	for i, row := range rows {
+		times := make([]int, len(row))
+		repeated := make([]func(), len(row))
+		for p, f := range row {
 			once := measure.Best(func() {}, func([]time.Duration) bool { return true }, f)[0]
-			times[p] = 1 + int(100*time.Microsecond/max(once, 1))
-			repeated[p] = func() {
-				for range times[p] {
+			n := 1 + int(100*time.Microsecond/max(once, 1))
+			times[p], repeated[p] = n, func() {
+				for range n {
 					f()
 				}
 			}
 		}
-		curves[i] = curve{name, make([]float64, len(rows[i]))}
+		c := curve{name: names[i]}
 		for p, best := range measure.Best(func() {}, func([]time.Duration) bool { return false }, repeated...) {
-			curves[i].microseconds[p] = 1e6 * best.Seconds() / float64(times[p])
+			c.microseconds = append(c.microseconds, 1e6*best.Seconds()/float64(times[p]))
 		}
+		curves = append(curves, c)
 	}
 	return curves
 }
