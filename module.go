@@ -27,7 +27,7 @@ func init() {
 // The policy reads the request's JSON body, hashes the prompt into a chain of
 // blocks, and remembers which upstream was sent which chain. What the upstreams
 // report about their caches corrects it. Everything learned outlives config
-// reloads. A request that has no prompt, or a prompt that no upstream holds, or
+// reloads and restarts of Caddy. A request that has no prompt, or a prompt that no upstream holds, or
 // whose holder is unhealthy or too busy, is chosen by the fallback policy.
 //
 // Placeholder | Description
@@ -90,6 +90,7 @@ func (p *PrefixAffinity) Select(pool reverseproxy.UpstreamPool, r *http.Request,
 //		index_size           <blocks>
 //		drain                <upstream...>
 //		drain_timeout        <duration>
+//		snapshot             <interval>|off
 //		shadow
 //		explain
 //	}

@@ -145,6 +145,19 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		c.DrainTimeout, err = duration(d, "drain_timeout", value)
 		return err
 	},
+	"snapshot": func(d *caddyfile.Dispenser, c *selector.Config) error {
+		var value string
+		if err := text(d, &value); err != nil {
+			return err
+		}
+		if value == "off" {
+			c.Snapshot = -1
+			return nil
+		}
+		var err error
+		c.Snapshot, err = duration(d, "snapshot", value)
+		return err
+	},
 	"shadow": func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Shadow = true
 		return only(d)

@@ -3,12 +3,16 @@ package integration
 import (
 	"fmt"
 	"net/http"
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+
+	"github.com/caddyserver/caddy/v2"
 
 	"github.com/prefix-affinity/caddy/selector"
 )
@@ -266,6 +270,16 @@ var effects = map[string]effect{
 		}
 		return "stays"
 	}, []string{"shadow"}, "stays", "goes around"},
+
+	"snapshot": {func(t *testing.T, options ...string) string {
+		s, _ := twoUpstreams(t, options...)
+		s.ask(t, chat(false, words("kept", 2000)))
+		s.reloadTo(t, "respond gone") // the last policy leaves
+		if _, err := os.Stat(filepath.Join(caddy.AppDataDir(), "prefix_affinity", "snapshot")); err != nil {
+			return "nothing written"
+		}
+		return "written"
+	}, []string{"snapshot off"}, "written", "nothing written"},
 
 	"explain": {func(t *testing.T, options ...string) string {
 		up := newScripted(t, yes)

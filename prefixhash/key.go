@@ -44,10 +44,10 @@ import (
 // prompt where Config names none: 64 tokens of English text.
 const DefaultBlockBytes = 256
 
-// keyVersion goes into every hash. It is raised whenever the same body and
+// KeyVersion goes into every hash. It is raised whenever the same body and
 // Config give other hashes than before, so that hashes kept across an upgrade
 // match nothing instead of something else.
-const keyVersion = 1
+const KeyVersion = 1
 
 // Config shapes the hashes: two keys can agree only if made with equal Configs.
 type Config struct {
@@ -190,7 +190,7 @@ func (h *Hasher) ID(scope, name string) uint64 {
 // seeded returns a digest whose seed depends on all three: what is hashed for
 // one use or scope agrees with nothing hashed for another.
 func seeded(seed uint64, use, scope string) (d xxhash.Digest) {
-	d.ResetWithSeed(seed + keyVersion)
+	d.ResetWithSeed(seed + KeyVersion)
 	_, _ = d.WriteString(use)
 	_, _ = d.WriteString("\x00")
 	_, _ = d.WriteString(scope)

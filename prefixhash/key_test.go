@@ -523,7 +523,7 @@ func TestScopeAndSeed(t *testing.T) {
 }
 
 // The hashes are kept on disk and shared between gateways: when this fails on
-// purpose, raise keyVersion.
+// purpose, raise KeyVersion.
 func TestHashesAreStable(t *testing.T) {
 	k := sum(t, chat, `{"model":"m","tools":[{"name":"f"}],"messages":[{"role":"user","content":[{"type":"text","text":"Hello, world"},{"type":"image_url","image_url":{"url":"data:,A"}}]}]}`)
 	want := []Block{{0xdba0cd092111e9ff, 0x3}, {0xa0f04532d66e3b8, 0x13}, {0xc78ede24dc6b8743, 0x1016}}

@@ -20,6 +20,7 @@ const (
 
 	DefaultPollPath     = "/metrics"
 	DefaultDrainTimeout = caddy.Duration(30 * time.Minute) // most conversations pause for less
+	DefaultSnapshot     = caddy.Duration(time.Minute)
 )
 
 // Bounds of the options: outside of them a value is a mistake.
@@ -31,6 +32,7 @@ const (
 	minIndexSize = 1 << 10
 	maxIndexSize = 1 << 30
 	minPoll      = caddy.Duration(100 * time.Millisecond)
+	minSnapshot  = caddy.Duration(time.Second)
 )
 
 // Config holds the options of the policy. All are optional.
@@ -129,6 +131,16 @@ type Config struct {
 	// How long conversations may stay on an upstream that drains. Default is 30m.
 	DrainTimeout caddy.Duration `json:"drain_timeout,omitempty"`
 
+	// How often what was learned is written to a file in Caddy's data directory,
+	// so that it survives a restart of Caddy, besides at its shutdown: which
+	// upstream holds which blocks (as hashes), capacities, speeds, sessions and the
+	// drains made through the admin API. It is read in the background at the
+	// start, unless it is older than 24 hours. Some 12 bytes a block. Nothing is
+	// written before a request has come, nor by a second Caddy that uses the same
+	// directory. All policies of a configuration should agree. A negative value,
+	// `off` in a Caddyfile, neither reads nor writes it. Default is 1m.
+	Snapshot caddy.Duration `json:"snapshot,omitempty"`
+
 	// Decide and record, but let the fallback choose: for trying the policy out.
 	// The metric shadow_matched_tokens_total has what it would have found cached,
 	// matched_tokens_total what the fallback found. Off by default.
@@ -175,6 +187,9 @@ func (c Config) withDefaults() Config {
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = DefaultDrainTimeout
 	}
+	if c.Snapshot == 0 {
+		c.Snapshot = DefaultSnapshot
+	}
 	return c
 }
 
@@ -200,6 +215,8 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid poll_path '%s': should begin with a slash", c.PollPath)
 	case c.DrainTimeout < 0:
 		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
+	case c.Snapshot >= 0 && c.Snapshot < minSnapshot:
+		return fmt.Errorf("invalid snapshot '%s': should be at least %s, or off", time.Duration(c.Snapshot), time.Duration(minSnapshot))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
 		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)
 	}

@@ -42,6 +42,9 @@ func (d *drains) set(upstream string, now time.Time) {
 	})
 }
 
+// all returns all drains.
+func (d *drains) all() map[string]time.Time { return *d.since.Load() }
+
 // end ends a drain and reports whether there was one.
 func (d *drains) end(upstream string) (was bool) {
 	d.change(func(since map[string]time.Time) {

@@ -311,6 +311,7 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 		t.series.reportedTokens.Add(float64(usage.PromptTokens))
 	}
 	t.attempt.Finish(time.Now(), outcome, 0)
+	t.q.policy.learns()
 	if t.started {
 		t.q.stop()
 	}

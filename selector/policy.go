@@ -3,7 +3,8 @@
 // response to learn from it.
 //
 // A Policy is safe for concurrent use. On a request's path it does no I/O but
-// reading the body; the only goroutine is the one that polls the engines.
+// reading the body; the only goroutines are those that poll the engines and that
+// read and write snapshots of what was learned.
 package selector
 
 import (
@@ -62,14 +63,12 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	if config.Seed != "" && p.config.Seed == "" {
 		return nil, fmt.Errorf("seed '%s' is empty: set what it refers to", config.Seed)
 	}
+	seed := ownSeed
+	if secret := p.config.Seed; secret != "" {
+		seed = func() uint64 { return seedOf(secret) }
+	}
 	p.hasher = sync.OnceValue(func() *prefixhash.Hasher {
-		var seed uint64
-		if p.config.Seed == "" {
-			seed = ownSeed()
-		} else {
-			seed = seedOf(p.config.Seed)
-		}
-		return prefixhash.New(prefixhash.Config{BlockBytes: p.config.BlockSize, Seed: seed, Ignore: ignore})
+		return prefixhash.New(prefixhash.Config{BlockBytes: p.config.BlockSize, Seed: seed(), Ignore: ignore})
 	})
 	if err := metrics.register(ctx.GetMetricsRegistry()); err != nil {
 		return nil, fmt.Errorf("registering metrics: %v", err)
@@ -83,6 +82,10 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	p.learned, err = loadLearned(p.config)
 	if err != nil {
 		return nil, errors.Join(err, p.observer.cleanup())
+	}
+	// The registry is the configuration's own.
+	if err := p.learned.keeper.join(p, ctx.GetMetricsRegistry(), seed); err != nil {
+		return nil, errors.Join(err, p.learned.release(), p.observer.cleanup())
 	}
 	p.drain(time.Now())
 	if p.config.Poll > 0 && p.observer != nil {
@@ -126,6 +129,7 @@ func (p *Policy) Cleanup() error {
 	if p.poller != nil {
 		p.poller.close()
 	}
+	p.learned.keeper.leave(p)
 	return errors.Join(p.learned.release(), p.observer.cleanup())
 }
 
@@ -141,6 +145,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 		if !slices.ContainsFunc(pool, (*reverseproxy.Upstream).Available) {
 			return nil // and the body stays for an error route
 		}
+		p.learns()
 		q = p.newRequest(vars, r)
 	}
 	q.mu.Lock()
@@ -191,6 +196,13 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 			zap.Int("attempt", q.attempts))
 	}
 	return up
+}
+
+// learns notes that there is something new to keep.
+func (p *Policy) learns() {
+	if p.config.Snapshot > 0 {
+		p.learned.keeper.note()
+	}
 }
 
 // resolved are the replicas of a pool of upstreams.

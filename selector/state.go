@@ -30,6 +30,7 @@ type (
 	fleetKey  struct{}
 	drainsKey struct{}
 	begunKey  struct{}
+	keeperKey struct{}
 	indexKey  struct {
 		seed      string
 		blockSize int
@@ -61,6 +62,9 @@ type learned struct {
 	index   *affinity.Index
 	drained *drains // by the admin API
 	begun   *drains // by any configuration
+	keeper  *keeper
+	key     indexKey
+	fresh   bool // no other policy had the index before
 	taken   []any
 }
 
@@ -77,7 +81,17 @@ func loadLearned(c Config) (l learned, err error) {
 	if err != nil {
 		return l, errors.Join(err, l.release())
 	}
-	l.index, err = load(&l.taken, indexKey{c.Seed, c.BlockSize}, func() *affinity.Index {
+	k, _, err := states.LoadOrNew(keeperKey{}, func() (caddy.Destructor, error) {
+		return newKeeper(l.fleet, l.drained), nil
+	})
+	if err != nil {
+		return l, errors.Join(err, l.release())
+	}
+	l.keeper = k.(*keeper)
+	l.taken = append(l.taken, keeperKey{})
+	l.key = indexKey{c.Seed, c.BlockSize}
+	l.index, err = load(&l.taken, l.key, func() *affinity.Index {
+		l.fresh = true
 		return affinity.NewIndex(l.fleet, c.IndexSize)
 	})
 	if err != nil {

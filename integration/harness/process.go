@@ -2,6 +2,7 @@ package harness
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"net/http"
@@ -40,18 +41,24 @@ func Command(args ...string) *exec.Cmd {
 type Process struct {
 	instance
 
+	data   string        // where its modules keep theirs
 	cmd    *exec.Cmd     // nil: it doesn't run
 	gone   chan struct{} // closed when it has ended
 	stderr bytes.Buffer
 }
 
 // StartProcess runs a Caddyfile as StartCaddy does.
-func StartProcess(caddyfile string) (*Process, error) {
+func StartProcess(caddyfile string) (*Process, error) { return startProcess(caddyfile, "") }
+
+// Beside runs another Caddy that keeps its data where p does.
+func (p *Process) Beside(caddyfile string) (*Process, error) { return startProcess(caddyfile, p.data) }
+
+func startProcess(caddyfile, data string) (*Process, error) {
 	i, err := newInstance()
 	if err != nil {
 		return nil, err
 	}
-	p := &Process{instance: i}
+	p := &Process{instance: i, data: cmp.Or(data, i.dir)}
 	config, err := p.Config(caddyfile)
 	if err == nil {
 		err = os.WriteFile(p.configFile(), config, 0o600)
@@ -67,11 +74,20 @@ func StartProcess(caddyfile string) (*Process, error) {
 
 func (p *Process) configFile() string { return filepath.Join(p.dir, "caddy.json") }
 
+// Data is the directory where its modules keep their data.
+func (p *Process) Data() string { return filepath.Join(p.data, "caddy") }
+
+// Command is a caddy command that has the same directories.
+func (p *Process) Command(args ...string) *exec.Cmd {
+	cmd := Command(args...)
+	cmd.Env = append(cmd.Env, "XDG_DATA_HOME="+p.data, "XDG_CONFIG_HOME="+p.data)
+	return cmd
+}
+
 // Start runs the Caddy again after Stop or Kill, with the files it left and the
 // configuration that it had first.
 func (p *Process) Start() error {
-	cmd, gone := Command("run", "--config", p.configFile()), make(chan struct{})
-	cmd.Env = append(cmd.Env, "XDG_DATA_HOME="+p.dir, "XDG_CONFIG_HOME="+p.dir)
+	cmd, gone := p.Command("run", "--config", p.configFile()), make(chan struct{})
 	p.stderr.Reset()
 	cmd.Stderr = &p.stderr
 	if err := cmd.Start(); err != nil {

@@ -29,6 +29,8 @@ type Fleet struct {
 	swept    time.Time
 	gone     atomic.Uint32 // counts sweeps that forgot something
 	blind    atomic.Int32  // attempts whose first output will not be seen
+
+	remembers atomic.Bool // what a snapshot kept
 }
 
 // NewFleet returns a fleet that knows nobody.

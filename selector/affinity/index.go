@@ -19,6 +19,10 @@ type Index struct {
 	sessions sessions
 	journal  atomic.Pointer[Journal]
 	numbers  atomic.Uint64 // attempts told to a journal
+
+	snapshot  sync.Mutex // one is written or read at a time
+	restoring bool       // one is being read, so that changes of new tables are noted; guarded by grow
+
 	// stripes let prompts that start alike be decided one after the other, so
 	// that the siblings of a burst see each other, while others don't wait.
 	stripes [64]sync.Mutex
@@ -55,6 +59,9 @@ func (x *Index) table(r *Replica) *table {
 		return t
 	}
 	t := newTable()
+	if x.restoring {
+		t.changes = &changes{}
+	}
 	x.change(r, t)
 	x.trim()
 	return t

@@ -19,6 +19,10 @@ type order struct {
 	tree []weight // Fenwick tree over the positions
 	next uint32   // first position not yet given out
 	head uint32   // no position before it is taken
+	room uint32   // positions kept free at the start, for what is older than all
+
+	packed  int // counts the times that positions were given anew
+	cleared int // counts the times that everything was forgotten
 
 	used    int64 // bytes of waiting and done runs
 	wait    int64 // bytes of waiting runs
@@ -48,6 +52,10 @@ type run struct {
 	nth        uint32 // which of the replica's requests it is
 	phase      phase
 }
+
+// less returns how many blocks a run has without n of them. A snapshot may have
+// brought some of them only.
+func (r *run) less(n int) uint32 { return r.blocks - min(r.blocks, uint32(n)) }
 
 func (r *run) size() int64 { return int64(r.end) - int64(r.start) }
 
@@ -149,10 +157,10 @@ func (o *order) cut(slot, start, end, blocks uint32) {
 
 // compact gives the runs new positions without gaps, and room for as many again.
 func (o *order) compact() {
-	size := max(64, 2*(o.placed+1)+1)
+	size := max(64, int(o.room)+2*(o.placed+1)+1)
 	at := make([]uint32, size)
 	tree := make([]weight, size)
-	next := uint32(1)
+	next := o.room + 1
 	for _, slot := range o.at {
 		if slot == 0 {
 			continue
@@ -172,7 +180,38 @@ func (o *order) compact() {
 			tree[up].wait += tree[i].wait
 		}
 	}
-	o.at, o.tree, o.next, o.head = at, tree, next, 1
+	o.at, o.tree, o.next, o.head = at, tree, next, o.room+1
+	o.packed++
+}
+
+// unpack gives the runs the positions after the first n of at and tree, which are
+// new and have room.
+func (o *order) unpack(at []uint32, tree []weight, n uint32) {
+	before := o.at
+	o.at, o.tree, o.next, o.head, o.room = at, tree, n+1, n+1, n
+	o.used, o.wait = 0, 0
+	o.packed++
+	for _, slot := range before {
+		if slot == 0 {
+			continue
+		}
+		r := &o.runs[slot]
+		r.pos = o.next
+		o.at[r.pos] = slot
+		o.next++
+		o.count(r, r.size())
+	}
+}
+
+// enterOldest gives a run that has ended the place before all others.
+func (o *order) enterOldest(slot uint32) {
+	r := &o.runs[slot]
+	r.phase, r.pos = done, o.room
+	o.at[r.pos] = slot
+	o.head = r.pos
+	o.room--
+	o.placed++
+	o.count(r, r.size())
 }
 
 // base returns the distance at which a run's first byte stands for a request
@@ -241,6 +280,7 @@ func (o *order) forget(capacity int64) {
 
 // clear releases the runs of the requests before the nth.
 func (o *order) clear(nth uint32) {
+	o.cleared++
 	for slot := range o.runs {
 		if o.runs[slot].phase != free && o.runs[slot].nth < nth {
 			o.release(uint32(slot))

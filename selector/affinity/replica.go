@@ -199,7 +199,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		case own.phase == done && own.end == end:
 			o.release(s.slot)
 		default:
-			o.cut(s.slot, end, own.end, own.blocks-uint32(s.to-s.from))
+			o.cut(s.slot, end, own.end, own.less(s.to-s.from))
 		}
 	}
 	from, to := 0, 0 // blocks of the heir
@@ -218,6 +218,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		}
 	}
 	a.slot, a.gen = slot, o.runs[slot].gen
+	t.changes.note(runID{a.slot, a.gen}, chain)
 	a.keep(chain)
 	a.place = len(r.provisional)
 	r.provisional = append(r.provisional, a)
@@ -325,8 +326,9 @@ func (r *Replica) withdraw(a *Attempt) {
 	for _, b := range a.chain[common:to] {
 		a.table.drop(o, b.Hash, a.slot)
 	}
+	a.table.changes.note(runID{a.slot, a.gen}, a.chain)
 	if end := startOf(a.chain, from); end > own.start {
-		o.cut(a.slot, own.start, end, own.blocks-uint32(to-from))
+		o.cut(a.slot, own.start, end, own.less(to-from))
 		o.runs[a.slot].sure = end
 		o.enter(a.slot, done)
 	} else {

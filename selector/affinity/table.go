@@ -10,8 +10,9 @@ import "github.com/prefix-affinity/caddy/prefixhash"
 // Entries are never removed one by one: an entry is live while its run still
 // owns its byte position, and dead ones go when their segment is rebuilt.
 type table struct {
-	dir   []*segment // by the leading depth bits of a hash
-	depth uint8
+	dir     []*segment // by the leading depth bits of a hash
+	depth   uint8
+	changes *changes // of late, while a snapshot needs them
 }
 
 type segment struct {
@@ -39,6 +40,13 @@ const (
 
 func newTable() *table {
 	return &table{dir: []*segment{{entries: make([]entry, smallSegment)}}}
+}
+
+// after returns the first hash beyond the segment that holds one; false: there
+// is none.
+func (t *table) after(hash uint64) (uint64, bool) {
+	last := hash | ^uint64(0)>>t.segment(hash).depth
+	return last + 1, last != ^uint64(0)
 }
 
 func (t *table) segment(hash uint64) *segment { return t.dir[hash>>(64-t.depth)] }
