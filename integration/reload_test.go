@@ -173,6 +173,7 @@ type nameServer struct {
 
 	mu    sync.Mutex
 	addrs []netip.AddrPort
+	next  func() []netip.AddrPort // nil: addrs every time
 }
 
 func newNameServer(t *testing.T) *nameServer {
@@ -227,6 +228,9 @@ func (n *nameServer) serve() {
 			Questions: query.Questions,
 		}
 		n.mu.Lock()
+		if n.next != nil {
+			n.addrs = n.next()
+		}
 		for _, addr := range n.addrs {
 			answer := dnsmessage.Resource{Header: dnsmessage.ResourceHeader{Name: question.Name, Type: question.Type, Class: question.Class}}
 			switch question.Type {
