@@ -5,10 +5,14 @@ import (
 	"errors"
 	"io"
 	"math/rand/v2"
+	"net/http"
 	"strings"
 	"sync"
 	"testing"
 	"testing/iotest"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 )
 
 func always([]byte) bool { return true }
@@ -140,4 +144,63 @@ func TestMemoryGrowsWithWhatArrives(t *testing.T) {
 			t.Errorf("%d bytes sent, %d held", sent, len(h.page.buf))
 		}
 	}
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+// The memory of a body goes back as soon as no retry can need it: with the first
+// byte of the answer, or when the client leaves.
+func TestMemoryIsReleasedAtTheFirstByte(t *testing.T) {
+	p := newTestPolicy(t, Config{})
+	pool := upstreams(2)
+	body := `{"model":"m","messages":[{"role":"user","content":"` + text(50_000) + `"}]}`
+	send := func() (q *request, res *http.Response, end func()) {
+		r, end := newTestRequest(t, http.MethodPost, body)
+		if p.Select(pool, r, nil) == nil {
+			t.Fatal("nothing selected")
+		}
+		o := &observer{policy: p, RoundTripper: roundTripper(func(req *http.Request) (*http.Response, error) {
+			got, err := io.ReadAll(req.Body)
+			if err := errors.Join(err, req.Body.Close()); err != nil || string(got) != body {
+				t.Errorf("the upstream got %d bytes, %v", len(got), err)
+			}
+			return &http.Response{
+				StatusCode: http.StatusOK, Header: http.Header{"Content-Type": {"text/event-stream"}},
+				Body: io.NopCloser(strings.NewReader("data: {}\n\ndata: [DONE]\n\n")),
+			}, nil
+		})}
+		res, err := o.RoundTrip(r) //nolint:bodyclose // the caller does
+		if err != nil {
+			t.Fatal(err)
+		}
+		return caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r), res, end
+	}
+	t.Run("answer", func(t *testing.T) {
+		q, res, end := send()
+		defer end()
+		if q.held.page == nil {
+			t.Fatal("the headers of an answer may still lead to a retry, yet the body is gone")
+		}
+		if _, err := res.Body.Read(make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+		if q.held.page != nil || q.blocks != nil {
+			t.Error("the answer is on its way, yet the body or its key is kept")
+		}
+		if err := res.Body.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Run("client leaves", func(t *testing.T) {
+		q, res, end := send()
+		defer res.Body.Close()
+		end()
+		for deadline := time.Now().Add(time.Minute); q.held.refs.Load() > 0; time.Sleep(time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatal("nobody can answer, yet the body is kept")
+			}
+		}
+	})
 }

@@ -1,0 +1,81 @@
+package affinity
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// TestIndexSize: whatever replicas come and however uneven the traffic is, all
+// of them together hold no more blocks than allowed, but for a quarter on
+// replicas that got nothing since others came. With equal traffic they hold
+// what is allowed.
+func TestIndexSize(t *testing.T) {
+	const bound = 8000
+	stored := func(x *fixture) (all int) {
+		for _, r := range x.fleet.Snapshot(x.now) {
+			all += r.Blocks
+		}
+		return all
+	}
+	small := func(n int) *fixture {
+		x := newFixture(n)
+		x.fleet.bound.Store(bound)
+		return x
+	}
+	at := func(x *fixture, i int, key *prefixhash.Key) {
+		_, a := x.index.Route(x.now, key, x.cands[i:i+1], &x.rule, nil)
+		a.Confirm(x.now, true)
+		a.FirstOutput(x.now)
+		a.Finish(x.now, Served, 0)
+	}
+	t.Run("even", func(t *testing.T) {
+		x := small(8)
+		for c := range 2000 {
+			at(x, c%8, keyOf(series(c, 1+c%40)...))
+			if n := stored(x); n > bound {
+				t.Fatalf("%d blocks after %d prompts", n, c+1)
+			}
+		}
+		if n := stored(x); n < bound*9/10 {
+			t.Errorf("only %d blocks", n)
+		}
+	})
+	t.Run("skewed", func(t *testing.T) {
+		x := small(8)
+		rng := rand.New(rand.NewPCG(1, 1))
+		for c := range 2000 {
+			at(x, rng.IntN(1+rng.IntN(8)), keyOf(series(c, 1+rng.IntN(60))...))
+			if n := stored(x); n > bound {
+				t.Fatalf("%d blocks after %d prompts", n, c+1)
+			}
+		}
+		if n := x.cands[0].Replica.Snapshot(x.now).Blocks; n > bound/8 {
+			t.Errorf("the busiest holds %d blocks", n)
+		}
+	})
+	t.Run("replicas come", func(t *testing.T) {
+		x := small(1)
+		for n := 2; n <= 16; n++ {
+			for c := range 1000 {
+				at(x, len(x.cands)-1, keyOf(series(1000*n+c, 10)...))
+			}
+			x.cands = append(x.cands, Candidate{Replica: x.fleet.Replica(fmt.Sprint(n))})
+			at(x, n-1, keyOf(series(n, 10)...))
+			if n := stored(x); n > bound*5/4 {
+				t.Fatalf("%d blocks on %d replicas", n, len(x.cands))
+			}
+		}
+	})
+	t.Run("at once", func(t *testing.T) { // all in flight: nothing can be dropped
+		x := small(4)
+		for c := range 1000 {
+			x.route(keyOf(series(c, 40)...))
+			if n := stored(x); n > bound {
+				t.Fatalf("%d blocks with %d requests in flight", n, c+1)
+			}
+		}
+	})
+}
