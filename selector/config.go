@@ -135,7 +135,7 @@ type Config struct {
 	// so that it survives a restart of Caddy, besides at its shutdown: which
 	// upstream holds which blocks (as hashes), capacities, speeds, sessions and the
 	// drains made through the admin API. It is read in the background at the
-	// start, unless it is older than 24 hours. Some 12 bytes a block. Nothing is
+	// start, unless it is older than 24 hours. 12 to 24 bytes a block. Nothing is
 	// written before a request has come, nor by a second Caddy that uses the same
 	// directory. All policies of a configuration should agree. A negative value,
 	// `off` in a Caddyfile, neither reads nor writes it. Default is 1m.

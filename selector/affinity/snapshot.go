@@ -56,7 +56,7 @@ type indexHead struct {
 // that was confirmed, for Restore. The indexes are named by whatever shapes
 // their hashes; notes is JSON that Restore hands back. Requests go on meanwhile:
 // no lock is held for longer than some ten microseconds. A million blocks take
-// 12 MB and more where prompts are short.
+// 12 MB, and 12 bytes more for each prompt that they belong to.
 func (f *Fleet) WriteSnapshot(to io.Writer, now time.Time, indexes map[string]*Index, notes json.RawMessage) error {
 	w := newSnapshotWriter(to)
 	w.json(chunkHead, snapshotHead{now, notes})

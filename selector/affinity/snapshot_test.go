@@ -61,6 +61,7 @@ func (x *fixture) sound(t *testing.T, chains [][]prefixhash.Block) {
 			case running:
 				pinned += run.size()
 				continue
+			case done:
 			case waiting:
 				wait += run.size()
 			}
