@@ -28,6 +28,7 @@ type site struct {
 	Admin   string // base URL of the admin endpoint
 	URL     string
 	addr    string
+	server  string       // options
 	client  *http.Client // that post uses
 	stopped bool
 }
@@ -55,7 +56,15 @@ func newSite(t *testing.T, upstreams, proxy string) *site {
 // newSiteOf runs a site of the given directives.
 func newSiteOf(t *testing.T, directives string) *site {
 	t.Helper()
+	return newSiteWith(t, "", directives)
+}
+
+// newSiteWith runs a site of the given directives on a server with the given
+// options.
+func newSiteWith(t *testing.T, server, directives string) *site {
+	t.Helper()
 	s := newSiteAt(t)
+	s.server = server
 	s.start(t, s.file(directives))
 	return s
 }
@@ -114,7 +123,7 @@ func (s *site) stopAfter(t *testing.T) {
 }
 
 func (s *site) file(directives string) string {
-	return fmt.Sprintf("{\n\tdefault_bind 127.0.0.1\n\tgrace_period 1s\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n}\nhttp://%s {\n\t%s\n}\n", s.addr, directives)
+	return fmt.Sprintf("{\n\tdefault_bind 127.0.0.1\n\tgrace_period 1s\n\tservers {\n\t\tprotocols h1 h2c\n\t\t%s\n\t}\n}\nhttp://%s {\n\t%s\n}\n", s.server, s.addr, directives)
 }
 
 // proxyTo is a reverse_proxy directive.

@@ -230,8 +230,11 @@ func (q *request) rewind(r *http.Request) bool {
 		_ = q.body.Close()
 	}
 	body := q.held.open()
-	if body == nil {
+	if body == nil && r.Context().Err() == nil {
 		return false
+	}
+	if body == nil { // the client has left: the attempt ends before it begins, and says so
+		body = &attemptBody{held: q.held, over: true}
 	}
 	q.body = body
 	r.Body = body

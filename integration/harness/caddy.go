@@ -39,13 +39,17 @@ type instance struct {
 	dir string // all its files
 }
 
+// admin is for the admin endpoint: each reload closes its connections, so a kept
+// one could end under a request.
+var admin = &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+
 func newInstance() (instance, error) {
-	admin, err := FreeAddr()
+	addr, err := FreeAddr()
 	if err != nil {
 		return instance{}, err
 	}
 	dir, err := os.MkdirTemp("", "prefix-affinity-")
-	return instance{Admin: "http://" + admin, dir: dir}, err
+	return instance{Admin: "http://" + addr, dir: dir}, err
 }
 
 // StartCaddy runs a Caddyfile. The addresses of its sites are the caller's: see
@@ -79,7 +83,7 @@ func (i *instance) Reload(caddyfile string) error {
 	if err != nil {
 		return err
 	}
-	resp, err := http.Post(i.Admin+"/load", "application/json", bytes.NewReader(config))
+	resp, err := admin.Post(i.Admin+"/load", "application/json", bytes.NewReader(config))
 	if err != nil {
 		return err
 	}
@@ -108,9 +112,9 @@ func (i *instance) Config(caddyfile string) ([]byte, error) {
 // contain keeps a configuration from touching the machine, where it doesn't
 // say otherwise itself.
 func (i *instance) contain(config map[string]any) {
-	admin := object(config, "admin")
-	setDefault(admin, "listen", i.Admin[len("http://"):])
-	object(admin, "config")["persist"] = false
+	endpoint := object(config, "admin")
+	setDefault(endpoint, "listen", i.Admin[len("http://"):])
+	object(endpoint, "config")["persist"] = false
 	setDefault(config, "storage", map[string]any{"module": "file_system", "root": i.dir})
 	setDefault(object(object(object(config, "logging"), "logs"), "default"), "writer",
 		map[string]any{"output": "file", "filename": i.logFile(), "roll": false})
@@ -138,7 +142,7 @@ func (i *instance) Log() (string, error) {
 // Metrics returns the metrics of Caddy and its modules by name, and those of the
 // process it runs in.
 func (i *instance) Metrics() (map[string]*dto.MetricFamily, error) {
-	resp, err := http.Get(i.Admin + "/metrics")
+	resp, err := admin.Get(i.Admin + "/metrics")
 	if err != nil {
 		return nil, err
 	}

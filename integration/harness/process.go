@@ -5,7 +5,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -99,7 +98,7 @@ func (p *Process) Start() error {
 		close(gone)
 	}()
 	for deadline := time.After(time.Minute); ; {
-		if resp, err := http.Get(p.Admin + "/config/"); err == nil {
+		if resp, err := admin.Get(p.Admin + "/config/"); err == nil {
 			_ = resp.Body.Close()
 			return nil
 		}
