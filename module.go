@@ -87,6 +87,13 @@ func (p *PrefixAffinity) Select(pool reverseproxy.UpstreamPool, r *http.Request,
 //		scope                <placeholder>
 //		ignore               <regexp>
 //		seed                 <secret>
+//		sync                 redis <address...> {
+//			username      <name>
+//			password      <secret>
+//			db            <number>
+//			tls
+//			stream_prefix <text>
+//		}
 //		index_size           <blocks>
 //		drain                <upstream...>
 //		drain_timeout        <duration>

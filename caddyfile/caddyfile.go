@@ -40,6 +40,9 @@ func Unmarshal(d *caddyfile.Dispenser, c *selector.Config) error {
 			return d.WrapErr(err)
 		}
 	}
+	if err := c.Complete(); err != nil {
+		return d.WrapErr(err)
+	}
 	return nil
 }
 
@@ -125,6 +128,7 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 	"seed": func(d *caddyfile.Dispenser, c *selector.Config) error {
 		return text(d, &c.Seed)
 	},
+	"sync": syncWith,
 	"index_size": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
 		c.IndexSize, err = count(d, "blocks")
 		return err

@@ -315,7 +315,7 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 		}
 	}
 	matched := make([]int, len(candidates))
-	choice := p.learned.index.Lookup(now, &key, candidates, &p.rule, matched)
+	choice := p.learned.index.Lookup(now, &key, candidates, p.currentRule(), matched)
 	for i := range matched {
 		answer.Upstreams[i].MatchedTokens = matched[i]
 	}

@@ -117,6 +117,10 @@ type Config struct {
 	// directory.
 	Seed string `json:"seed,omitempty"`
 
+	// Share what is learned, and the load, with the other Caddys before the same
+	// upstreams, so that they act as one. Needs a seed. Off by default.
+	Sync *Sync `json:"sync,omitempty"`
+
 	// How many blocks are remembered, over all upstreams: the memory bound. One
 	// block takes some 40 bytes, up to 100 where prompts are one block long.
 	// Where policies differ the largest counts.
@@ -219,6 +223,9 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid snapshot '%s': should be at least %s, or off", time.Duration(c.Snapshot), time.Duration(minSnapshot))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
 		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)
+	}
+	if err := c.Sync.validate(); err != nil {
+		return err
 	}
 	if c.Scope != "" && !strings.Contains(c.Scope, "{") {
 		return fmt.Errorf("invalid scope '%s': it is the same for every request; should be a placeholder such as {http.request.header.Authorization}", c.Scope)

@@ -44,6 +44,7 @@ type metricSet struct {
 	decisionTime   prometheus.Histogram
 	unkeyed        *prometheus.CounterVec
 	gauges         fleetGauges
+	sync           syncMetrics
 
 	causes sync.Map // counters of unkeyed by cause
 
@@ -86,6 +87,7 @@ func newMetricSet() *metricSet {
 		}),
 		unkeyed: counter("body_unkeyed_total", "Requests without a prompt to go by, and why.", "cause"),
 		gauges:  newFleetGauges(ns, sub),
+		sync:    newSyncMetrics(ns, sub),
 		series:  make(map[string]*upstreamSeries),
 	}
 }
@@ -93,7 +95,7 @@ func newMetricSet() *metricSet {
 // register makes the metrics show up in a configuration's registry.
 func (m *metricSet) register(registry prometheus.Registerer) error {
 	for _, c := range []prometheus.Collector{
-		m.decisions, m.promptTokens, m.matchedTokens, m.shadowTokens, m.cachedTokens, m.reportedTokens, m.ttft, m.decisionTime, m.unkeyed, m.gauges,
+		m.decisions, m.promptTokens, m.matchedTokens, m.shadowTokens, m.cachedTokens, m.reportedTokens, m.ttft, m.decisionTime, m.unkeyed, m.gauges, m.sync,
 	} {
 		var known prometheus.AlreadyRegisteredError
 		if err := registry.Register(c); err != nil && !errors.As(err, &known) {

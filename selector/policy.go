@@ -25,12 +25,15 @@ import (
 
 	"github.com/prefix-affinity/caddy/prefixhash"
 	"github.com/prefix-affinity/caddy/selector/affinity"
+	"github.com/prefix-affinity/caddy/selector/share"
 )
 
 // Policy is a provisioned configuration.
 type Policy struct {
 	config   Config
 	rule     affinity.Rule
+	together affinity.Rule         // while other gateways tell what they do
+	syncing  *share.Share          // nil: off
 	fallback reverseproxy.Selector // nil: least_conn, counted in work
 	hasher   func() *prefixhash.Hasher
 	learned  learned
@@ -51,6 +54,11 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 		CapacityTokens: p.config.ReplicaCache,
 		Rendezvous:     p.config.Seed != "",
 		Shadow:         p.config.Shadow,
+	}
+	p.together = p.rule
+	p.together.Rendezvous = false // everybody sees who has it
+	if err := p.config.Complete(); err != nil {
+		return nil, err
 	}
 	if err := p.loadFallback(ctx, config); err != nil {
 		return nil, err
@@ -85,6 +93,10 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	}
 	// The registry is the configuration's own.
 	if err := p.learned.keeper.join(p, ctx.GetMetricsRegistry(), seed); err != nil {
+		return nil, errors.Join(err, p.learned.release(), p.observer.cleanup())
+	}
+	if err := p.startSync(ctx.GetMetricsRegistry()); err != nil {
+		p.learned.keeper.leave(p)
 		return nil, errors.Join(err, p.learned.release(), p.observer.cleanup())
 	}
 	p.drain(time.Now())
@@ -181,7 +193,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	if q.blocks != nil {
 		key = &q.key
 	}
-	choice, attempt := p.learned.index.Route(now, key, s.candidates, &p.rule, fallback)
+	choice, attempt := p.learned.index.Route(now, key, s.candidates, p.currentRule(), fallback)
 	if choice.Candidate < 0 {
 		return nil
 	}

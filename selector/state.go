@@ -64,7 +64,8 @@ type learned struct {
 	begun   *drains // by any configuration
 	keeper  *keeper
 	key     indexKey
-	fresh   bool // no other policy had the index before
+	fresh   bool   // no other policy had the index before
+	leave   func() // the exchange with other gateways; nil: there is none
 	taken   []any
 }
 
@@ -118,6 +119,9 @@ func current[T any](wanted any) (found T) {
 }
 
 func (l *learned) release() error {
+	if l.leave != nil {
+		l.leave()
+	}
 	errs := make([]error, 0, len(l.taken))
 	for _, key := range l.taken {
 		_, err := states.Delete(key)
