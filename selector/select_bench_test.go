@@ -29,6 +29,7 @@ func upstreams(n int) reverseproxy.UpstreamPool {
 // newTestPolicy makes a policy without a handler around it.
 func newTestPolicy(tb testing.TB, config Config) *Policy {
 	tb.Helper()
+	tb.Setenv("XDG_DATA_HOME", tb.TempDir()) // it keeps what it learns
 	ctx, cancel := caddy.NewContext(caddy.Context{Context: context.Background()})
 	tb.Cleanup(cancel)
 	p, err := Provision(ctx, &config)
