@@ -2,6 +2,7 @@ package integration
 
 import (
 	"fmt"
+	"io"
 	"net/http"
 	"slices"
 	"strings"
@@ -27,8 +28,8 @@ func (s *site) asSession(t *testing.T, header, id, path, body string) string {
 		t.Fatal(err)
 	}
 	defer res.Body.Close()
-	if res.StatusCode != http.StatusOK {
-		t.Errorf("status %d", res.StatusCode)
+	if _, err := io.Copy(io.Discard, res.Body); err != nil || res.StatusCode != http.StatusOK {
+		t.Errorf("status %d, %v", res.StatusCode, err)
 	}
 	return res.Header.Get("X-Prefix-Affinity")
 }
