@@ -18,10 +18,18 @@ import (
 	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
-// TestMain lets the test binary be a caddy, for the tests of its commands.
+// TestMain lets the test binary be a caddy, for the tests of its commands. When
+// all is over, Caddy has no goroutine left.
 func TestMain(m *testing.M) {
 	harness.BeCaddy()
-	os.Exit(m.Run())
+	status := m.Run()
+	if status == 0 {
+		if err := harness.Leak(); err != nil {
+			fmt.Println(err)
+			status = 1
+		}
+	}
+	os.Exit(status)
 }
 
 // caddy runs a command of Caddy's against the site.
@@ -484,6 +492,9 @@ func TestPrivacy(t *testing.T) {
 		}
 		if strings.Contains(fmt.Sprint(res.Header), "MARKER") {
 			t.Errorf("response headers: %v", res.Header)
+		}
+		if _, err := io.Copy(io.Discard, res.Body); err != nil {
+			t.Error(err)
 		}
 		res.Body.Close()
 	}

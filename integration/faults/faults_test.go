@@ -16,8 +16,6 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"go.uber.org/goleak"
-
 	_ "github.com/prefix-affinity/caddy"
 	"github.com/prefix-affinity/caddy/integration/engine"
 	"github.com/prefix-affinity/caddy/integration/harness"
@@ -168,13 +166,8 @@ type outcome struct {
 func TestMain(m *testing.M) {
 	status := m.Run()
 	if status == 0 {
-		http.DefaultClient.CloseIdleConnections()
-		leak := goleak.Find()
-		for deadline := time.Now().Add(30 * time.Second); leak != nil && time.Now().Before(deadline); {
-			leak = goleak.Find() // Caddy ends its servers in the background
-		}
-		if leak != nil {
-			fmt.Println(leak)
+		if err := harness.Leak(); err != nil {
+			fmt.Println(err)
 			status = 1
 		}
 	}
