@@ -173,15 +173,29 @@ func (x *crowd) run(goroutines, n int) {
 	workers.Wait()
 }
 
-// speedup compares one goroutine with two.
+const few = 400 // decisions, some ms
+
+// speedup compares one goroutine with two: as often as one does something, two
+// do it so many times.
 func (x *crowd) speedup(enough float64) float64 {
-	const n = 40 // short enough for some round to have both cores
-	return 1 / measure.Ratio(1/enough, func() { x.run(2, n) }, func() { x.run(1, n) })
+	return 1 / measure.Ratio(1/enough, func() { x.run(2, few) }, func() { x.run(1, few) })
+}
+
+// apart compares two goroutines with two that have an index each, which is the
+// most that the machine lets them do.
+func (x *crowd) apart(other *crowd) float64 {
+	return 1 / measure.Ratio(0, func() { x.run(2, few) }, func() {
+		var workers sync.WaitGroup
+		workers.Go(func() { x.run(1, few/2) })
+		workers.Go(func() { other.run(1, few/2) })
+		workers.Wait()
+	})
 }
 
 // BenchmarkRouteParallel routes prompts at once that start differently, or all
 // with one system prompt. It reports how many times as much two goroutines get
-// done as one, and the share of its time that a goroutine waits for locks.
+// done as one, and as two with an index each; and the share of its time that a
+// goroutine waits for locks.
 func BenchmarkRouteParallel(b *testing.B) {
 	for _, alike := range []int{0, systemBlocks} {
 		x := newCrowd(alike)
@@ -195,6 +209,7 @@ func BenchmarkRouteParallel(b *testing.B) {
 				if goroutines == 2 {
 					b.StopTimer()
 					b.ReportMetric(x.speedup(1000), "x_one")
+					b.ReportMetric(x.apart(newCrowd(alike)), "x_apart")
 				}
 			})
 		}
