@@ -16,7 +16,7 @@ const (
 	DefaultBlockSize = 256     // bytes: some 64 tokens, four blocks of vLLM
 	DefaultMaxBody   = 8 << 20 // bytes: the text of 2M tokens, or a dozen photos
 	DefaultMinMatch  = 64      // tokens: the least that saves a measurable prefill
-	DefaultIndexSize = 2 << 20 // blocks: 8 replicas of 1M tokens, four times over
+	DefaultIndexSize = 2 << 20 // blocks: 11 times what 8 replicas of 1M tokens need at most
 
 	DefaultPollPath     = "/metrics"
 	DefaultDrainTimeout = caddy.Duration(30 * time.Minute) // most conversations pause for less
