@@ -105,7 +105,7 @@ func TestRestartFoundOut(t *testing.T) {
 		s.ask(t, chat(true, stamp+words(fmt.Sprintf("prefix %d", prefix), 6000), "yes", fmt.Sprintf("question %d", rng.Int())))
 		s.quiet(t)
 	}
-	generation := func() int { return int(s.upstreams(t, fleet[0].Addr())[0].Generation) }
+	generation := func() int { return s.upstreams(t, fleet[0].Addr())[0].Generation }
 	for i := range 160 {
 		ask(i%40, fmt.Sprintf("at %d ", i)) // the engine finds nothing of these, and has not restarted
 	}
