@@ -92,24 +92,30 @@ func mix(x uint64) uint64 { // splitmix64
 	return x ^ x>>31
 }
 
-// curvesOf times a row of functions for each curve, the points of a row in
-// turns. A function is called so often that it takes some 100 us: the clock
-// doesn't matter then, and the scheduler seldom does.
-func curvesOf(names []string, rows ...[]func()) []curve {
-	curves := make([]curve, 0, len(names))
-	for i, row := range rows {
-		times := make([]int, len(row))
-		repeated := make([]func(), len(row))
-		for p, f := range row {
+// row is what a curve's points are measured of.
+type row struct {
+	name   string
+	points []func()
+}
+
+// curvesOf times the points of each row in turns. A function is called so often
+// that it takes some 100 us: the clock doesn't matter then, and the scheduler
+// seldom does.
+func curvesOf(rows ...row) []curve {
+	curves := make([]curve, 0, len(rows))
+	for _, r := range rows {
+		times := make([]int, 0, len(r.points))
+		repeated := make([]func(), 0, len(r.points))
+		for _, f := range r.points {
 			once := measure.Best(func() {}, func([]time.Duration) bool { return true }, f)[0]
 			n := 1 + int(100*time.Microsecond/max(once, 1))
-			times[p], repeated[p] = n, func() {
+			times, repeated = append(times, n), append(repeated, func() {
 				for range n {
 					f()
 				}
-			}
+			})
 		}
-		c := curve{name: names[i]}
+		c := curve{name: r.name}
 		for p, best := range measure.Best(func() {}, func([]time.Duration) bool { return false }, repeated...) {
 			c.microseconds = append(c.microseconds, 1e6*best.Seconds()/float64(times[p]))
 		}
@@ -128,7 +134,7 @@ func byReplicas() *figure {
 		}
 		f.x, match, decide = append(f.x, float64(n)), append(match, x.match), append(decide, x.decide)
 	}
-	f.curves = curvesOf([]string{"match", "decision"}, match, decide)
+	f.curves = curvesOf(row{"match", match}, row{"decision", decide})
 	return f
 }
 
@@ -148,7 +154,7 @@ func byBlocks(most int) *figure {
 		x.keys = x.keys[:min(len(x.keys), 500)]
 		f.x, match, decide = append(f.x, float64(n)), append(match, x.match), append(decide, x.decide)
 	}
-	f.curves = curvesOf([]string{"match", "decision"}, match, decide)
+	f.curves = curvesOf(row{"match", match}, row{"decision", decide})
 	return f
 }
 
@@ -169,7 +175,7 @@ func byLength() *figure {
 		decideNew = append(decideNew, x.decideNew)
 		key = append(key, func() { hasher.Sum(&k, path, body, true, "") })
 	}
-	f.curves = curvesOf([]string{"key", "match", "decision", "new prompt"}, key, match, decide, decideNew)
+	f.curves = curvesOf(row{"key", key}, row{"match", match}, row{"decision", decide}, row{"new prompt", decideNew})
 	return f
 }
 
@@ -194,6 +200,6 @@ func byConcurrency() *figure {
 			workers.Wait()
 		})
 	}
-	f.curves = curvesOf([]string{"256 decisions"}, decide)
+	f.curves = curvesOf(row{"256 decisions", decide})
 	return f
 }

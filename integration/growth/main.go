@@ -15,9 +15,11 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"text/tabwriter"
 
 	"github.com/prefix-affinity/caddy/integration/chart"
@@ -125,6 +127,7 @@ func draw(all []*figure) *chart.Drawing {
 			d.Line("#eee", [2]float64{across.Start, up.At(y)}, [2]float64{across.End, up.At(y)})
 			d.Text(across.Start-6, up.At(y)+4, fmt.Sprintf("%g µs", y), `text-anchor="end" fill="#555"`)
 		}
+		labels := make([]float64, 0, len(f.curves)) // where they are
 		for n, c := range f.curves {
 			points := make([][2]float64, len(f.x))
 			for i := range f.x {
@@ -133,10 +136,29 @@ func draw(all []*figure) *chart.Drawing {
 			}
 			d.Line(colors[n], points...)
 			last := points[len(points)-1]
-			d.Text(last[0]+8, last[1]+4, fmt.Sprintf("%s ^%.2f", c.name, f.upper(c)), fmt.Sprintf(`fill="%s"`, colors[n]))
+			y := spot(labels, last[1]+4)
+			labels = append(labels, y)
+			d.Text(last[0]+8, y, fmt.Sprintf("%s ^%.2f", c.name, f.upper(c)), fmt.Sprintf(`fill="%s"`, colors[n]))
 		}
 	}
 	return d
+}
+
+// spot returns the place nearest to y where a line of text covers none of the
+// others.
+func spot(others []float64, y float64) float64 {
+	const line = 13
+	free := func(y float64) bool {
+		return !slices.ContainsFunc(others, func(other float64) bool { return math.Abs(other-y) < line })
+	}
+	for d := 0.0; ; d++ {
+		if free(y - d) {
+			return y - d
+		}
+		if free(y + d) {
+			return y + d
+		}
+	}
 }
 
 func number(x float64) string {
