@@ -36,9 +36,8 @@ import (
 	"slices"
 	"time"
 
-	_ "github.com/caddyserver/caddy/v2/modules/standard"
-
 	_ "github.com/prefix-affinity/caddy"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 var (
@@ -50,10 +49,7 @@ var (
 )
 
 func main() {
-	if config := os.Getenv(asCaddy); config != "" {
-		serveCaddy(config)
-		return
-	}
+	harness.BeCaddy()
 	flag.Parse()
 	if err := run(os.Stdout, flag.Args()); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)

@@ -62,7 +62,7 @@ func hold(out io.Writer, p policy, n, size int) error {
 	if err != nil {
 		return err
 	}
-	defer x.stop()
+	defer x.Close()
 	before, err := x.collected()
 	if err != nil {
 		return err

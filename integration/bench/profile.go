@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -42,7 +41,8 @@ var allParts = []part{
 	{"runtime and scheduler", []string{""}},
 }
 
-// parts tells what the CPU time of a request goes to, with each policy. The
+// parts tells what the CPU time of a request goes to, with least_conn and with
+// the policy, what it allocates, and how long it is blocked on mutexes. The
 // body is read from the client by hold with prefix_affinity and while it is
 // sent to the upstream otherwise.
 func parts(out io.Writer, s setting, proxies []*proxy) error {
@@ -50,8 +50,9 @@ func parts(out io.Writer, s setting, proxies []*proxy) error {
 	defer l.close()
 	first, last := proxies[0], proxies[len(proxies)-1]
 	var perRequest [2]map[string]float64
+	var totals [2]total
 	for i, x := range []*proxy{first, last} {
-		var t total
+		t := &totals[i]
 		if err := l.run(x, *slice, &total{}); err != nil {
 			return err
 		}
@@ -62,7 +63,7 @@ func parts(out io.Writer, s setting, proxies []*proxy) error {
 			shares <- sh
 			failure <- err
 		}()
-		if err := l.run(x, profiled, &t); err != nil {
+		if err := l.run(x, profiled, t); err != nil {
 			return err
 		}
 		perRequest[i] = <-shares
@@ -79,26 +80,39 @@ func parts(out io.Writer, s setting, proxies []*proxy) error {
 	for _, p := range allParts {
 		fmt.Fprintf(t, "%.1f µs\t%.1f µs\t  %s\t\n", perRequest[0][p.name], perRequest[1][p.name], p.name)
 	}
+	for _, line := range []struct {
+		name, format string
+		of           func(*total) float64
+	}{
+		{"allocations", "%.0f", func(t *total) float64 { return float64(t.allocs) }},
+		{"allocated", "%.1f KB", func(t *total) float64 { return float64(t.allocated) / 1024 }},
+		{"blocked on mutexes", "%.1f µs", func(t *total) float64 { return 1e6 * t.lockWait }},
+	} {
+		for i := range totals {
+			fmt.Fprintf(t, line.format+"\t", line.of(&totals[i])/float64(len(totals[i].times)))
+		}
+		fmt.Fprintf(t, "  %s\t\n", line.name)
+	}
 	return t.Flush()
 }
 
 // profile returns the share of each part in the CPU time of the next while.
 func (x *proxy) profile(d time.Duration) (map[string]float64, error) {
-	res, err := http.Get(fmt.Sprintf("http://%s/debug/pprof/profile?seconds=%.0f", x.admin, d.Seconds()))
+	res, err := http.Get(fmt.Sprintf("%s/debug/pprof/profile?seconds=%.0f", x.Admin, d.Seconds()))
 	if err != nil {
 		return nil, err
 	}
 	defer res.Body.Close()
-	file := filepath.Join(x.dir, "cpu.pprof")
-	f, err := os.Create(filepath.Clean(file))
+	f, err := os.CreateTemp("", "cpu-*.pprof")
 	if err != nil {
 		return nil, err
 	}
+	defer os.Remove(f.Name())
 	_, err = io.Copy(f, res.Body)
 	if err := errors.Join(err, f.Close()); err != nil {
 		return nil, err
 	}
-	traces, err := exec.Command("go", "tool", "pprof", "-traces", "-unit=ms", file).Output()
+	traces, err := exec.Command("go", "tool", "pprof", "-traces", "-unit=ms", f.Name()).Output()
 	if err != nil {
 		return nil, fmt.Errorf("go tool pprof: %w", err)
 	}

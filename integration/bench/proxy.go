@@ -1,28 +1,22 @@
 package main
 
 import (
-	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"runtime"
+	"runtime/metrics"
 	"strings"
 	"syscall"
 	"time"
 
-	caddycmd "github.com/caddyserver/caddy/v2/cmd"
+	"github.com/caddyserver/caddy/v2"
 
 	"github.com/prefix-affinity/caddy/integration/harness"
 )
-
-// asCaddy makes the program a Caddy with the Caddyfile that it names.
-const asCaddy = "BENCH_AS_CADDY"
 
 // policy is one of the ways to balance that are compared.
 type policy struct{ name, proxy string }
@@ -36,12 +30,23 @@ var (
 // proxy is a Caddy with one policy, in a process of its own.
 type proxy struct {
 	policy
+	*harness.Process
 
-	addr, admin string
-	dir         string
-	cmd         *exec.Cmd
-	ask         io.WriteCloser
-	answers     *json.Decoder
+	addr string
+}
+
+// start runs Caddy before the upstreams.
+func (p policy) start(upstreams []string) (*proxy, error) {
+	addr, err := harness.FreeAddr()
+	if err != nil {
+		return nil, err
+	}
+	process, err := harness.StartProcess(fmt.Sprintf("{\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n"+
+		"http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t\ttransport http {\n\t\t\tdial_timeout 1m\n\t\t}\n\t}\n}\n", addr, strings.Join(upstreams, " "), p.proxy))
+	if err != nil {
+		return nil, err
+	}
+	return &proxy{p, process, addr}, nil
 }
 
 // usage is what the process has used.
@@ -49,87 +54,46 @@ type usage struct {
 	CPU       time.Duration // by getrusage
 	RSS       int64         // bytes, where /proc tells it
 	HeapInuse uint64        // bytes
-}
-
-// start runs Caddy before the upstreams.
-func (p policy) start(upstreams []string) (*proxy, error) {
-	x := &proxy{policy: p}
-	var err error
-	if x.dir, err = os.MkdirTemp("", "prefix-affinity-bench-"); err != nil {
-		return nil, err
-	}
-	if x.addr, err = harness.FreeAddr(); err != nil {
-		return nil, err
-	}
-	if x.admin, err = harness.FreeAddr(); err != nil {
-		return nil, err
-	}
-	file := filepath.Join(x.dir, "Caddyfile")
-	config := fmt.Sprintf("{\n\tadmin %s\n\tpersist_config off\n\tservers {\n\t\tprotocols h1 h2c\n\t}\n\tlog {\n\t\tlevel ERROR\n\t}\n}\n"+
-		"http://%s {\n\treverse_proxy %s {\n\t\t%s\n\t\ttransport http {\n\t\t\tdial_timeout 1m\n\t\t}\n\t}\n}\n", x.admin, x.addr, strings.Join(upstreams, " "), p.proxy)
-	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
-		return nil, err
-	}
-	x.cmd = exec.Command(os.Args[0]) //nolint:gosec // itself
-	x.cmd.Env = append(os.Environ(), asCaddy+"="+file, "XDG_DATA_HOME="+x.dir, "XDG_CONFIG_HOME="+x.dir)
-	x.cmd.Stderr = os.Stderr
-	answers, err := x.cmd.StdoutPipe()
-	if err != nil {
-		return nil, err
-	}
-	x.answers = json.NewDecoder(answers)
-	if x.ask, err = x.cmd.StdinPipe(); err != nil {
-		return nil, err
-	}
-	if err := x.cmd.Start(); err != nil {
-		return nil, err
-	}
-	for range 600 {
-		var conn net.Conn
-		if conn, err = net.Dial("tcp", x.addr); err == nil {
-			return x, conn.Close()
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
-	x.stop()
-	return nil, fmt.Errorf("caddy did not start: %w", err)
-}
-
-func (x *proxy) stop() {
-	_ = x.cmd.Process.Kill()
-	_ = x.cmd.Wait()
-	_ = os.RemoveAll(x.dir)
+	Allocs    uint64        // objects so far
+	Allocated uint64        // bytes so far
+	LockWait  float64       // seconds that goroutines were blocked on mutexes
 }
 
 // used asks the process what it has used; collected, after a garbage collection
 // that empties its pools.
-func (x *proxy) used() (usage, error)      { return x.answer("used") }
-func (x *proxy) collected() (usage, error) { return x.answer("collected") }
+func (x *proxy) used() (usage, error)      { return x.ask("") }
+func (x *proxy) collected() (usage, error) { return x.ask("?collect=true") }
 
-func (x *proxy) answer(question string) (u usage, err error) {
-	_, err = fmt.Fprintln(x.ask, question)
-	return u, errors.Join(err, x.answers.Decode(&u))
+func (x *proxy) ask(query string) (u usage, err error) {
+	res, err := http.Get(x.Admin + usagePath + query)
+	if err != nil {
+		return u, err
+	}
+	defer res.Body.Close()
+	return u, json.NewDecoder(res.Body).Decode(&u)
 }
 
-// serveCaddy is the other end: Caddy, and answers on the standard output to
-// questions on the standard input, whose end is the process's.
-func serveCaddy(config string) {
-	go func() {
-		answers := json.NewEncoder(os.Stdout)
-		for questions := bufio.NewScanner(os.Stdin); questions.Scan(); {
-			if questions.Text() == "collected" {
-				for range 2 { // what is in a pool survives one
-					runtime.GC()
-				}
-			}
-			if err := answers.Encode(ownUsage()); err != nil {
-				break
+// usageAPI is the other end, a route of the admin endpoint: the Caddy that is
+// measured is this program.
+type usageAPI struct{}
+
+const usagePath = "/bench/usage"
+
+func init() { caddy.RegisterModule(usageAPI{}) }
+
+func (usageAPI) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "admin.api.bench_usage", New: func() caddy.Module { return usageAPI{} }}
+}
+
+func (usageAPI) Routes() []caddy.AdminRoute {
+	return []caddy.AdminRoute{{Pattern: usagePath, Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+		if r.URL.Query().Has("collect") {
+			for range 2 { // what is in a pool survives one
+				runtime.GC()
 			}
 		}
-		os.Exit(0)
-	}()
-	os.Args = []string{"caddy", "run", "--config", config, "--adapter", "caddyfile"}
-	caddycmd.Main()
+		return json.NewEncoder(w).Encode(ownUsage())
+	})}}
 }
 
 func ownUsage() (u usage) {
@@ -139,7 +103,10 @@ func ownUsage() (u usage) {
 	}
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	u.HeapInuse = m.HeapInuse
+	u.HeapInuse, u.Allocs, u.Allocated = m.HeapInuse, m.Mallocs, m.TotalAlloc
+	wait := []metrics.Sample{{Name: "/sync/mutex/wait/total:seconds"}}
+	metrics.Read(wait)
+	u.LockWait = wait[0].Value.Float64()
 	if stat, err := os.ReadFile("/proc/self/statm"); err == nil {
 		var size int64
 		if _, err := fmt.Sscan(string(stat), &size, &u.RSS); err == nil {
@@ -153,7 +120,7 @@ func ownUsage() (u usage) {
 func startAll(policies []policy, upstreams []string) (all []*proxy, stop func(), err error) {
 	stop = func() {
 		for _, x := range all {
-			x.stop()
+			_ = x.Close()
 		}
 	}
 	for _, p := range policies {
