@@ -69,14 +69,16 @@ func (x *Index) table(r *Replica) *table {
 
 // trim takes the replicas that hold more than their share back to it, now that
 // there is one more: whoever gets requests does that himself, but replicas that
-// have left get none. Some excess is left alone, so that many that come one after
-// the other don't have everything rebuilt each time. x.grow is held.
+// have left get none. Memory is given back a quarter at a time, so that many that
+// come one after the other don't have everything rebuilt each time. x.grow is held.
 func (x *Index) trim() {
 	limit := x.fleet.limit()
 	for r, t := range *x.tables.Load() {
 		r.mu.Lock()
-		if r.order.blocks > limit+limit/4 {
-			r.makeRoom(0, limit, nil)
+		t.most = max(t.most, r.order.blocks)
+		r.makeRoom(0, limit, nil)
+		if r.order.blocks < t.most-t.most/4 {
+			t.most = r.order.blocks
 			r.order.compact()
 			t.rebuildAll(&r.order)
 		}

@@ -297,7 +297,7 @@ func checkAccounts(t *testing.T, x *fixture, crew []*worker) {
 			t.Errorf("%s: %d requests wait for %v tokens, want %d for %v", s.Address, s.Waiting, s.PendingPrefillTokens, waiting, pending)
 		}
 	}
-	if bound := int(x.fleet.bound.Load()); blocks > bound*5/4 {
+	if bound := int(x.fleet.bound.Load()); blocks > bound {
 		t.Errorf("%d blocks in an index of %d", blocks, bound)
 	}
 }

@@ -725,7 +725,7 @@ func TestChurn(t *testing.T) {
 			}
 		}
 	}
-	if most > bound*5/4 {
+	if most > bound {
 		t.Errorf("%d blocks in an index of %d", most, bound)
 	}
 	if n := len(*x.fleet.replicas.Load()); n > maxReplicas {

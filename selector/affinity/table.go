@@ -13,6 +13,7 @@ type table struct {
 	dir     []*segment // by the leading depth bits of a hash
 	depth   uint8
 	changes *changes // of late, while a snapshot needs them
+	most    int      // blocks that it had room for last; see Index.trim
 }
 
 type segment struct {
@@ -177,10 +178,11 @@ func (t *table) rebuild(o *order, s, twin *segment, size int) {
 
 // rebuildAll moves the live entries to a table of the size that they need.
 func (t *table) rebuildAll(o *order) {
-	old := *t
-	*t = *newTable()
+	old := t.dir
+	fresh := newTable()
+	t.dir, t.depth = fresh.dir, fresh.depth
 	var last *segment
-	for _, s := range old.dir { // neighbours may be the same
+	for _, s := range old { // neighbours may be the same
 		if s == last {
 			continue
 		}
