@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
@@ -77,13 +78,19 @@ func StartCaddy(caddyfile string) (*Caddy, error) {
 	return c, nil
 }
 
-// Reload replaces the configuration through the admin endpoint.
+// Reload replaces the configuration through the admin endpoint. It tries again
+// where the connection ends without an answer: the endpoint that the last reload
+// replaced may have taken it.
 func (i *instance) Reload(caddyfile string) error {
 	config, err := i.Config(caddyfile)
 	if err != nil {
 		return err
 	}
 	resp, err := admin.Post(i.Admin+"/load", "application/json", bytes.NewReader(config))
+	for tries := 0; errors.Is(err, io.EOF) && tries < 10; tries++ {
+		time.Sleep(100 * time.Millisecond)
+		resp, err = admin.Post(i.Admin+"/load", "application/json", bytes.NewReader(config))
+	}
 	if err != nil {
 		return err
 	}
