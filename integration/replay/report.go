@@ -126,7 +126,7 @@ func writeCSV(w io.Writer, all []*outcome) error {
 	c := csv.NewWriter(w)
 	lines := append(make([][]string, 0, 1+len(all)), []string{
 		"workload", "replicas", "cache", "cache_tokens", "load", "draw", "speedup", "policy", "hit", "ttft_mean", "ttft_p50", "ttft_p90",
-		"ttft_p99", "busiest_to_mean", "requests_most_to_mean", "replica_hit_least", "replica_hit_most", "prefill_tokens", "ttft_p99_after_failure",
+		"ttft_p99", "busiest_to_mean", "requests_most_to_mean", "replica_hit_least", "replica_hit_most", "prefill_tokens", "prefill_first_to_others", "ttft_p99_after_failure",
 		"capacity_learned", "restarts_injected", "restarts_shown", "restarts_noticed", "restarts_noticed_by_8", "restarts_wrong",
 	})
 	for _, o := range all {
@@ -134,7 +134,7 @@ func writeCSV(w io.Writer, all []*outcome) error {
 			o.workload, strconv.Itoa(o.setting.replicas), o.cache, strconv.Itoa(o.setting.capacity), number(o.load),
 			strconv.FormatUint(o.draw, 10), number(o.setting.speedup), o.policy,
 		)
-		for _, x := range []float64{o.hit, o.mean, o.p50, o.p90, o.p99, o.busy, o.requests, o.leastHit, o.mostHit, float64(o.prefill), o.afterP99, o.capacity} {
+		for _, x := range []float64{o.hit, o.mean, o.p50, o.p90, o.p99, o.busy, o.requests, o.leastHit, o.mostHit, float64(o.prefill), o.first, o.afterP99, o.capacity} {
 			line = append(line, number(x))
 		}
 		for _, n := range []int{o.restarts.injected, o.restarts.shown, o.restarts.noticed, o.restarts.within, o.restarts.wrong} {

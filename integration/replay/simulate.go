@@ -314,6 +314,7 @@ type result struct {
 	requests             float64 // most requests of a replica to the mean
 	leastHit, mostHit    float64 // hit ratio of a replica
 	prefill              int64   // tokens computed
+	first                float64 // those of replica 0 to the mean of the others
 	afterP99             float64 // p99 of the tenth of the span after a failed replica is back
 	utilisation, kv, use float64 // prefill time, KV memory and slots in use, of what there is
 }
@@ -351,7 +352,13 @@ func (s *sim) result() result {
 			r.leastHit, r.mostHit = min(r.leastHit, own), max(r.mostHit, own)
 		}
 	}
+	own := s.replicas[0].busy * s.replicas[0].rate
+	others := -own
+	for _, e := range s.replicas {
+		others += e.busy * e.rate
+	}
 	n := float64(len(s.replicas))
+	r.first = own / max(others, 1) * (n - 1)
 	r.hit = float64(hit) / float64(in)
 	r.prefill = in - hit
 	r.utilisation = busy / (n * span)
