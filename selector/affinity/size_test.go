@@ -9,8 +9,8 @@ import (
 )
 
 // TestIndexSize: whatever replicas come and however uneven the traffic is, all
-// of them together hold no more blocks than allowed. With equal traffic they
-// hold what is allowed.
+// of them together never hold more blocks than allowed, and with equal traffic
+// they hold about that.
 func TestIndexSize(t *testing.T) {
 	const bound = 8000
 	stored := func(x *fixture) (all int) {
