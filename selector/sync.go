@@ -3,7 +3,6 @@ package selector
 import (
 	"context"
 	"crypto/sha256"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
@@ -129,11 +128,7 @@ func (p *Policy) startSync(registry *prometheus.Registry) error {
 	if err != nil {
 		return err
 	}
-	text, err := json.Marshal(options)
-	if err != nil {
-		return err
-	}
-	key := shareKey{string(text)}
+	key := shareKey{fmt.Sprintf("%#v", options)}
 	one, err := load(&p.learned.taken, shareOfKey{registry}, func() shareKey { return key })
 	if err != nil {
 		return err

@@ -426,7 +426,7 @@ func (s *Share) session(ctx context.Context) error {
 	go func() { failed <- s.reader(ctx) }()
 	err := <-failed
 	cancel()
-	<-failed
+	_ = <-failed // because of that
 	return err
 }
 
