@@ -200,7 +200,7 @@ func (g *gateway) files(t *testing.T) map[string]string {
 			t.Fatal(err)
 		}
 		if !strings.HasSuffix(e.Name(), ".lock") {
-			files[e.Name()] = fmt.Sprint(info.ModTime(), content)
+			files[e.Name()] = info.ModTime().String() + string(content)
 		}
 	}
 	return files
