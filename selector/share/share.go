@@ -422,11 +422,12 @@ func (s *Share) session(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	failed := make(chan error, 2)
-	go func() { failed <- s.writer(ctx) }()
-	go func() { failed <- s.reader(ctx) }()
+	var both sync.WaitGroup
+	both.Go(func() { failed <- s.writer(ctx) })
+	both.Go(func() { failed <- s.reader(ctx) })
 	err := <-failed
 	cancel()
-	_ = <-failed // because of that
+	both.Wait()
 	return err
 }
 
