@@ -281,6 +281,18 @@ var effects = map[string]effect{
 		return "written"
 	}, []string{"snapshot off"}, "written", "nothing written"},
 
+	"sync": {func(t *testing.T, options ...string) string {
+		s, _ := twoUpstreams(t, options...)
+		metrics, err := s.Metrics()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if metrics["caddy_prefix_affinity_sync_connected"] == nil {
+			return "alone"
+		}
+		return "sharing"
+	}, []string{"seed together", "sync redis 127.0.0.1:1"}, "alone", "sharing"}, // package gateways has a real Redis
+
 	"explain": {func(t *testing.T, options ...string) string {
 		up := newScripted(t, yes)
 		s := newSite(t, up.addr(), "lb_policy prefix_affinity {\n\t\t\t"+strings.Join(append(options, "min_match 64"), "\n\t\t\t")+"\n\t\t}")

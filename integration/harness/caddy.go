@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -176,11 +177,17 @@ func (c *Caddy) Stop() error {
 	return err
 }
 
-// FreeAddr returns a loopback address that nobody listens on.
+// FreeAddr returns a loopback address that nobody listens on. Its port is not of
+// those that systems give to outgoing connections (32768 and up on Linux, 49152
+// elsewhere): one of these could have it before, or again between, its owner listens.
 func FreeAddr() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
+	const first, ports, tries = 10000, 22000, 100
+	var err error
+	for range tries {
+		var l net.Listener
+		if l, err = net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", first+rand.N(ports))); err == nil {
+			return l.Addr().String(), l.Close()
+		}
 	}
-	return l.Addr().String(), l.Close()
+	return "", err
 }

@@ -20,7 +20,11 @@ func Engines(n int, cfg engine.Config) (Fleet, error) {
 		if c.Name == "" {
 			c.Name = fmt.Sprintf("replica-%d", i+1)
 		}
-		e, err := engine.Start("127.0.0.1:0", c)
+		addr, err := FreeAddr() // an engine may leave it and come back
+		if err != nil {
+			return nil, errors.Join(err, fleet.Close())
+		}
+		e, err := engine.Start(addr, c)
 		if err != nil {
 			return nil, errors.Join(err, fleet.Close())
 		}
