@@ -75,6 +75,8 @@ func TestAdaptErrors(t *testing.T) {
 		{"unknown/fallback", "fallback nosuch", "http.reverse_proxy.selection_policies.nosuch"},
 		{"value/fallback-itself", "fallback prefix_affinity", "invalid fallback 'prefix_affinity'"},
 		{"value/scope", "scope Authorization", "invalid scope 'Authorization'"},
+		{"value/scope-not-closed", "scope {http.request.header.X", "a brace has no counterpart"},
+		{"value/sync-url", "seed s\nsync redis redis://10.0.0.9:6379", "should be host or host:port"},
 		{"repeated/fallback", "fallback random\nfallback first", "fallback already specified"},
 		{"repeated/block_size", "block_size 256\nblock_size 256", "block_size already specified"},
 		{"repeated/orca", "orca\norca", "orca already specified"},

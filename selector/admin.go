@@ -327,10 +327,11 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 
 // named returns the upstream that a request speaks of.
 func named(r *http.Request) (string, *affinity.Replica, error) {
-	upstream := r.URL.Query().Get("upstream")
-	if upstream == "" {
-		return "", nil, apiError(http.StatusBadRequest, "no upstream given: add ?upstream=<address>")
+	given := r.URL.Query()["upstream"]
+	if len(given) != 1 || given[0] == "" {
+		return "", nil, apiError(http.StatusBadRequest, "%d upstreams given: should be one, ?upstream=<address>", len(given))
 	}
+	upstream := given[0]
 	fleet := currentFleet()
 	if fleet == nil {
 		return "", nil, apiError(http.StatusNotFound, "no prefix_affinity policy is configured")
@@ -372,12 +373,15 @@ func drain(r *http.Request) (any, error) {
 }
 
 // upstreams returns the addresses of the policy's upstreams. Those that are found
-// dynamically are not known beforehand: for them all that served lately count.
+// dynamically are not known beforehand: for them all count that requests could go
+// to lately, but none that only other gateways speak of: they could be anything.
 func (p *Policy) upstreams(now time.Time) []string {
 	all := p.observer.dials()
 	if len(all) == 0 {
 		for _, s := range p.learned.fleet.Snapshot(now) {
-			all = append(all, s.Address)
+			if s.Candidate {
+				all = append(all, s.Address)
+			}
 		}
 	}
 	return all

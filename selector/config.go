@@ -230,6 +230,9 @@ func (c Config) Validate() error {
 	if c.Scope != "" && !strings.Contains(c.Scope, "{") {
 		return fmt.Errorf("invalid scope '%s': it is the same for every request; should be a placeholder such as {http.request.header.Authorization}", c.Scope)
 	}
+	if !balanced(c.Scope) { // Caddy takes what is not closed for plain text
+		return fmt.Errorf("invalid scope '%s': a brace has no counterpart, so that all tenants would share; should be a placeholder such as {http.request.header.Authorization}", c.Scope)
+	}
 	for option, names := range map[string][]string{
 		"cached_tokens_header": {c.CachedTokensHeader},
 		"queue_depth_header":   {c.QueueDepthHeader},
@@ -249,6 +252,23 @@ func (c Config) Validate() error {
 		}
 	}
 	return nil
+}
+
+// balanced reports whether each brace of a text has its counterpart.
+func balanced(text string) bool {
+	open := 0
+	for _, r := range text {
+		switch r {
+		case '{':
+			open++
+		case '}':
+			open--
+		}
+		if open < 0 {
+			return false
+		}
+	}
+	return open == 0
 }
 
 // ignored joins the ignore expressions into one, nil where there is none.

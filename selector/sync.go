@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2"
@@ -65,6 +66,8 @@ func (s *Sync) validate() error {
 		return nil
 	case s.Redis == nil || len(s.Redis.Addresses) == 0:
 		return errors.New("invalid sync: should be redis with an address")
+	case slices.ContainsFunc(s.Redis.Addresses, func(a string) bool { return strings.Contains(a, "://") }):
+		return fmt.Errorf("invalid address '%s' of sync: should be host or host:port, with the rest in options", strings.Join(s.Redis.Addresses, " "))
 	case s.Redis.DB < 0:
 		return fmt.Errorf("invalid db '%d': should be the number of a database", s.Redis.DB)
 	case s.Redis.DB > 0 && len(s.Redis.Addresses) > 1:

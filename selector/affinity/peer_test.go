@@ -323,6 +323,21 @@ func TestPeerSpeed(t *testing.T) {
 	}
 }
 
+// TestPeerReplica: a replica that only another gateway speaks of is known, but
+// was no candidate here: nobody should be sent to ask it anything.
+func TestPeerReplica(t *testing.T) {
+	a, b := newFixture(2), newFixture(1)
+	b.follow(a)
+	b.serve(keyOf(1, 2))
+	for i := range 4 {
+		a.serve(keyOf(series(i, 20)...))
+	}
+	states := b.fleet.Snapshot(b.now)
+	if len(states) != 2 || !states[0].Candidate || states[1].Candidate {
+		t.Errorf("states %+v", states)
+	}
+}
+
 // TestJournalEnds: a journal that was replaced is not told of new attempts.
 func TestJournalEnds(t *testing.T) {
 	x := newFixture(1)

@@ -108,26 +108,22 @@ type expectation struct {
 }
 
 // judge says up to which distance a report of held bytes proves a hit, and from
-// which a miss; 0: it says nothing. Up to slack bytes short of what was known
-// prove no miss.
+// which a miss; 0: it says nothing. What is held is known to within slack bytes:
+// so a piece of the prompt that is found but for less than that was found, and
+// one of which no more than that is found was not. Else every prompt whose
+// beginning others keep in the cache, and whose rest was evicted, would be a hit
+// at the distance of the rest.
 func judge(known []expectation, held, slack int64) (hit, miss int64) {
-	if len(known) == 0 {
-		return 0, 0
-	}
-	all := int64(known[len(known)-1].end)
 	start := int64(0)
 	for _, k := range known {
 		end := int64(k.end)
-		if held < end {
-			if held > start {
-				hit = max(hit, k.far+held)
+		if held+slack < end {
+			if held > start+slack {
+				return max(hit, k.far+held), k.far + held + 1
 			}
-			if held+slack >= all {
-				return hit, 0
-			}
-			return hit, max(hit, k.far+held+1)
+			return hit, max(hit, k.far+start+1)
 		}
-		hit, start = max(hit, k.far+end), end
+		hit, start = max(hit, k.far+min(held, end)), end
 	}
 	return hit, 0
 }

@@ -41,6 +41,7 @@ func (r *Replica) Gone() bool { return r.gone.Load() }
 // ReplicaState is what is known of a replica.
 type ReplicaState struct {
 	Address              string
+	Candidate            bool    // it was one of a request of this process
 	InFlight             int     // requests sent and not ended
 	Waiting              int     // those without output yet
 	PendingPrefillTokens float64 // uncached tokens of these
@@ -63,6 +64,7 @@ func (r *Replica) Snapshot(now time.Time) ReplicaState {
 	s.InFlight, s.Waiting, s.PromptTokens, s.QueueDepth = l.inFlight, l.waiting, l.prompt, l.depth
 	s.TokensPerSecond, s.SpeedMeasurements = speedDefault, l.speed.count
 	if g := r.group.Load(); g != nil {
+		s.Candidate = true
 		s.PendingPrefillTokens = l.pending(g, now)
 		s.TokensPerSecond = g.speed.rate() * l.pace(g)
 	}

@@ -552,6 +552,54 @@ func TestCapacity(t *testing.T) {
 		t.Errorf("%v of the reports speak against it", s.Contradicted)
 	}
 
+	// Conversations under one system prompt, which the cache always holds: the
+	// engine counts tokens, we bytes, so what it found is never just that prompt.
+	for name, system := range map[string]int{"short": 2, "long": 40} {
+		for _, off := range []float64{-0.04, 0, 0.04} { // of the whole prompt
+			t.Run(fmt.Sprintf("shared/%s system prompt/%+.2f", name, off), func(t *testing.T) {
+				x := newFixture(1)
+				const room = 2000 // blocks beside the system prompt
+				last := map[int]int{}
+				turns := make([]int, 80)
+				rng := rand.New(rand.NewPCG(2, 7))
+				for i := range 3000 {
+					id := rng.IntN(len(turns))
+					blocks := 40 + 4*turns[id]
+					turns[id] = (turns[id] + 1) % 8
+					chain := append(series(1_000_000, system), series(id, blocks)...)
+					_, a := x.route(keyOf(chain...))
+					a.Confirm(x.now, true)
+					a.FirstOutput(x.now)
+					between := blocks
+					for other, at := range last {
+						if other != id && at > last[id] {
+							between += 40 + 4*((turns[other]+7)%8)
+						}
+					}
+					found := float64(system)
+					if _, ok := last[id]; ok && between <= room {
+						found += float64(min(blocks, 40+4*((turns[id]+6)%8)))
+					}
+					total := float64(len(chain))
+					if len(last) > 0 {
+						a.Report(64*len(chain), int(64*min(max(found+off*total, 0), total)))
+					} else {
+						a.Report(64*len(chain), 0)
+					}
+					a.Finish(x.now, Served, 0)
+					last[id] = i
+				}
+				s := x.cands[0].Replica.Snapshot(x.now)
+				if want := room * 64; s.CapacityTokens < want*8/10 || s.CapacityTokens > want*12/10 {
+					t.Errorf("capacity %d, want %d", s.CapacityTokens, want)
+				}
+				if s.Contradicted > 0.1 {
+					t.Errorf("%v of the reports speak against it", s.Contradicted)
+				}
+			})
+		}
+	}
+
 	t.Run("told", func(t *testing.T) {
 		x := newFixture(1)
 		x.rule.CapacityTokens = 123_456
