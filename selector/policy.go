@@ -39,7 +39,8 @@ type Policy struct {
 	learned  learned
 	drains   *drains // by the configuration
 	last     atomic.Pointer[resolved]
-	poller   *poller // nil: the engines' metrics are not read
+	serves   atomic.Bool // it had a request; kept by the keeper
+	poller   *poller     // nil: the engines' metrics are not read
 	observer *observer
 	logger   *zap.Logger
 }
@@ -213,7 +214,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 // learns notes that there is something new to keep.
 func (p *Policy) learns() {
 	if p.config.Snapshot > 0 {
-		p.learned.keeper.note()
+		p.learned.keeper.note(p)
 	}
 }
 

@@ -146,16 +146,34 @@ func (k *keeper) wake() {
 	}
 }
 
-// interval is the shortest of the policies; 0: none wants snapshots.
-func (k *keeper) interval() (shortest time.Duration) {
+// interval is the shortest of the policies that serve requests: a configuration
+// that fails to load has no say. Where none does yet, all have. 0: none wants
+// snapshots.
+func (k *keeper) interval() time.Duration {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, u := range k.users {
-		if u.interval > 0 && (shortest == 0 || u.interval < shortest) {
-			shortest = u.interval
+	var serving, all time.Duration
+	for p, u := range k.users {
+		if u.interval <= 0 {
+			continue
+		}
+		all = shorter(all, u.interval)
+		if p.serves.Load() {
+			serving = shorter(serving, u.interval)
 		}
 	}
-	return shortest
+	if serving > 0 {
+		return serving
+	}
+	return all
+}
+
+// shorter returns the shorter of two intervals; 0 is none.
+func shorter(a, b time.Duration) time.Duration {
+	if a == 0 {
+		return b
+	}
+	return min(a, b)
 }
 
 // load reads the snapshot for an index. k.mu is held.
@@ -227,9 +245,13 @@ func fingerprint(key indexKey, seed uint64) string {
 	return hex.EncodeToString(sum[:16])
 }
 
-// note takes in that a request came or ended. From the first one on there are
-// snapshots.
-func (k *keeper) note() {
+// note takes in that a request of a policy came or ended. From the first one on
+// there are snapshots.
+func (k *keeper) note(p *Policy) {
+	if !p.serves.Load() {
+		p.serves.Store(true)
+		k.wake()
+	}
 	if !k.changed.Load() {
 		k.changed.Store(true)
 	}

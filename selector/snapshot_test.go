@@ -1,0 +1,27 @@
+package selector
+
+import (
+	"testing"
+	"time"
+)
+
+// A configuration that is only tried, or fails to load, doesn't have the running
+// one write sooner.
+func TestSnapshotInterval(t *testing.T) {
+	running, tried, off := new(Policy), new(Policy), new(Policy)
+	k := &keeper{users: map[*Policy]keeperUser{
+		running: {interval: time.Hour}, tried: {interval: time.Second}, off: {interval: -1},
+	}}
+	if got := k.interval(); got != time.Second {
+		t.Errorf("before any request: %v", got)
+	}
+	running.serves.Store(true)
+	off.serves.Store(true)
+	if got := k.interval(); got != time.Hour {
+		t.Errorf("while one serves: %v", got)
+	}
+	tried.serves.Store(true)
+	if got := k.interval(); got != time.Second {
+		t.Errorf("when both serve: %v", got)
+	}
+}
