@@ -25,6 +25,7 @@ import (
 	"testing"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // twins is a site that has the same upstream behind prefix_affinity and, for
@@ -484,7 +485,7 @@ func TestStingySenders(t *testing.T) {
 	})
 	t.Logf("%+v before, %+v with %d senders", before, after, senders)
 	rss := 20.0
-	if raceEnabled { // the detector has memory of its own
+	if harness.Race { // the detector has memory of its own
 		rss *= 6
 	}
 	if after.rssMB > before.rssMB+rss || after.heapMB > before.heapMB+45 { // 64 KiB each

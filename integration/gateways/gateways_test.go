@@ -454,7 +454,7 @@ func TestAsOne(t *testing.T) {
 		if points[len(points)/2] > 3 {
 			t.Errorf("%d gateways: hit ratio %.1f points less", n, points[len(points)/2])
 		}
-		if ratios[0] > 1.3 {
+		if ratios[0] > 1.3 && !harness.Race {
 			t.Errorf("%d gateways: mean TTFT %.2f times that of one at best", n, ratios[0])
 		}
 		if *thorough {

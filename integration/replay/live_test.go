@@ -35,6 +35,9 @@ var live = flag.Int("live", 0, "rounds of the full comparison with real Caddy an
 // blocks because what follows these is nobody else's. And there is a network. A
 // machine that sends requests late because others keep it busy proves nothing.
 func TestLive(t *testing.T) {
+	if testing.Short() || harness.Race {
+		t.Skip("measures time")
+	}
 	// The rate is such that what Caddy and a busy machine take, some milliseconds a
 	// request, is little beside a prefill.
 	policies, rounds, rate := []string{"least_conn", "prefix_affinity"}, 1, 12_000.0
