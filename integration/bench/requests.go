@@ -34,9 +34,8 @@ func (s setting) String() string {
 
 // requestLimits are the most that -check lets the CPU time of a request be, as a
 // multiple of least_conn's. What was measured is 1.13, 1.13 and 1.74; ten times
-// as much on top of least_conn would be 2.3, 2.3 and 8.4. A busy machine has
-// shown up to 1.4 at 2 KB.
-var requestLimits = map[int]float64{2 << 10: 1.8, 32 << 10: 2, 512 << 10: 4}
+// as much on top of least_conn would be 2.3, 2.3 and 8.4.
+var requestLimits = map[int]float64{2 << 10: 1.5, 32 << 10: 2, 512 << 10: 4}
 
 func settings() (all []setting) {
 	if *check {

@@ -328,9 +328,12 @@ func (row row) judge(t *testing.T, o outcome) {
 	if o.strayed > 0 {
 		t.Errorf("%d of %d conversations that paused during the fault went elsewhere", o.strayed, probes)
 	}
+	slack := 3
+	if harness.Race { // some replicas then measure faster than others, and get more
+		slack = burst / replicas
+	}
 	for _, n := range o.even {
-		// Even where all are as fast: on a busy machine some measure faster than others.
-		if n < burst/replicas/2 || n > 2*burst/replicas {
+		if n < burst/replicas-slack || n > burst/replicas+slack {
 			t.Errorf("placement after the fault: %v, want it even", o.even)
 			break
 		}
