@@ -105,13 +105,13 @@ func run(ctx context.Context, duration time.Duration, clients int, seed uint64) 
 		return err
 	}
 	fmt.Printf("%s\n%s\n", traffic, trouble)
-	rss := rssGrowth
-	if duration < short {
+	rss, long := rssGrowth, duration >= short
+	if !long {
 		rss = rssGrowthShort
 	}
 	return errors.Join(
 		settled(caddy),
-		samples.judge(rss),
+		samples.judge(rss, long),
 		traffic.judge(),
 		leaks(caddy, idle),
 	)
