@@ -10,9 +10,9 @@ import (
 
 // How much is done at a time under a replica's lock: some ten microseconds' worth.
 const (
-	runsAtOnce    = 1024 // copied
-	chainsAtOnce  = 4    // copied or looked up
-	entriesAtOnce = 64   // inserted, runs too
+	runsAtOnce     = 1024 // copied
+	chainsAtOnce   = 4    // copied or looked up
+	sessionsAtOnce = 64   // copied
 )
 
 // A capture is what one table holds that a 2xx has confirmed, copied piece by
@@ -56,7 +56,7 @@ func (c *capture) inFlight(r *Replica, t *table, j *changes) {
 		for range min(at, chainsAtOnce) {
 			at--
 			if a := r.provisional[at]; a.table == t {
-				j.note(runID{a.slot, a.gen}, a.chain)
+				j.sent(runID{a.slot, a.gen}, a.chain)
 			}
 		}
 		pause(r)
@@ -123,14 +123,14 @@ func (c *capture) copyRuns(r *Replica) {
 func (c *capture) finish(r *Replica, t *table, j *changes) {
 	c.chains = c.chains[:0]
 	r.mu.Lock()
-	for n := 0; n < len(j.chains); {
-		for range min(chainsAtOnce, len(j.chains)-n) {
-			if chain := r.confirmed(t, j.chains[n]); len(chain) > 0 {
+	for n := 0; n < len(j.list); {
+		for range min(chainsAtOnce, len(j.list)-n) {
+			if chain := r.confirmed(t, j.list[n].chain); len(chain) > 0 {
 				c.chains = append(c.chains, chain)
 			}
 			n++
 		}
-		if n < len(j.chains) {
+		if n < len(j.list) {
 			pause(r)
 		}
 	}

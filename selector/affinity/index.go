@@ -60,7 +60,9 @@ func (x *Index) table(r *Replica) *table {
 	}
 	t := newTable()
 	if x.restoring {
-		t.changes = &changes{}
+		r.mu.Lock()
+		t.changes = &changes{cleared: r.order.cleared}
+		r.mu.Unlock()
 	}
 	x.change(r, t)
 	x.trim()
@@ -76,7 +78,7 @@ func (x *Index) trim() {
 	for r, t := range *x.tables.Load() {
 		r.mu.Lock()
 		t.most = max(t.most, r.order.blocks)
-		r.makeRoom(0, limit, nil)
+		r.order.shrink(limit, nil)
 		if r.order.blocks < t.most-t.most/4 {
 			t.most = r.order.blocks
 			r.order.compact()

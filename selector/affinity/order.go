@@ -19,7 +19,6 @@ type order struct {
 	tree []weight // Fenwick tree over the positions
 	next uint32   // first position not yet given out
 	head uint32   // no position before it is taken
-	room uint32   // positions kept free at the start, for what is older than all
 
 	packed  int // counts the times that positions were given anew
 	cleared int // counts the times that everything was forgotten
@@ -156,11 +155,14 @@ func (o *order) cut(slot, start, end, blocks uint32) {
 }
 
 // compact gives the runs new positions without gaps, and room for as many again.
-func (o *order) compact() {
-	size := max(64, int(o.room)+2*(o.placed+1)+1)
+func (o *order) compact() { o.repack(o.placed + 1) }
+
+// repack gives the runs new positions without gaps, and room for more.
+func (o *order) repack(more int) {
+	size := max(64, o.placed+more+1)
 	at := make([]uint32, size)
 	tree := make([]weight, size)
-	next := o.room + 1
+	next := uint32(1)
 	for _, slot := range o.at {
 		if slot == 0 {
 			continue
@@ -180,18 +182,24 @@ func (o *order) compact() {
 			tree[up].wait += tree[i].wait
 		}
 	}
-	o.at, o.tree, o.next, o.head = at, tree, next, o.room+1
+	o.at, o.tree, o.next, o.head = at, tree, next, 1
 	o.packed++
 }
 
-// unpack gives the runs the positions after the first n of at and tree, which are
-// new and have room.
-func (o *order) unpack(at []uint32, tree []weight, n uint32) {
-	before := o.at
-	o.at, o.tree, o.next, o.head, o.room = at, tree, n+1, n+1, n
-	o.used, o.wait = 0, 0
-	o.packed++
-	for _, slot := range before {
+// takes reports whether there is room for the runs of a newer order.
+func (o *order) takes(newer *order, slots uint32) bool {
+	return len(newer.runs) <= int(slots) && int(o.next)+newer.placed <= len(o.at)
+}
+
+// append makes the runs of a newer order the most recent ones, in the slots that
+// they have there. These are the first ones; o itself has used none of them.
+func (o *order) append(newer *order, slots uint32) {
+	copy(o.runs, newer.runs)
+	o.free = append(o.free, newer.free...)
+	for slot := max(uint32(len(newer.runs)), 1); slot < slots; slot++ { //nolint:gosec // runs have slots of 32 bits
+		o.free = append(o.free, slot)
+	}
+	for _, slot := range newer.at[newer.head:newer.next] {
 		if slot == 0 {
 			continue
 		}
@@ -199,19 +207,11 @@ func (o *order) unpack(at []uint32, tree []weight, n uint32) {
 		r.pos = o.next
 		o.at[r.pos] = slot
 		o.next++
+		o.placed++
 		o.count(r, r.size())
 	}
-}
-
-// enterOldest gives a run that has ended the place before all others.
-func (o *order) enterOldest(slot uint32) {
-	r := &o.runs[slot]
-	r.phase, r.pos = done, o.room
-	o.at[r.pos] = slot
-	o.head = r.pos
-	o.room--
-	o.placed++
-	o.count(r, r.size())
+	o.running += newer.running
+	o.blocks += newer.blocks
 }
 
 // base returns the distance at which a run's first byte stands for a request
@@ -259,12 +259,30 @@ func holds(spans []span, slot uint32) bool {
 	return false
 }
 
+// shrink forgets what was used least recently until so many blocks are left: in
+// whole runs, so that what stays is still a prefix, and nothing of what keep holds.
+func (o *order) shrink(blocks int, keep []span) {
+	for o.blocks > blocks {
+		slot := o.oldest(keep)
+		if slot == 0 {
+			return
+		}
+		o.release(slot)
+	}
+}
+
 // forget drops what a cache of that capacity has lost long ago. What waits does
 // not count: a prompt that the replica refuses, because it is too long say, has
 // taken nothing there.
 func (o *order) forget(capacity int64) {
-	limit := capacity + capacity/2
-	for capacity < unlimited {
+	if capacity < unlimited {
+		o.forgetBeyond(capacity + capacity/2)
+	}
+}
+
+// forgetBeyond drops what stands at more than a distance.
+func (o *order) forgetBeyond(limit int64) {
+	for {
 		slot := o.oldest(nil)
 		if slot == 0 {
 			return

@@ -173,7 +173,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		a.claim = r.claimed(spans, startOf(chain, spans[len(spans)-1].from), chain[have-1].End, a.prompt)
 	}
 
-	r.makeRoom(len(chain)-have, limit, spans)
+	o.shrink(limit-(len(chain)-have), spans)
 	chain = chain[:min(len(chain), have+max(limit-o.blocks, 0))]
 	if len(chain) == 0 {
 		return
@@ -220,24 +220,11 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		}
 	}
 	a.slot, a.gen = slot, o.runs[slot].gen
-	t.changes.note(runID{a.slot, a.gen}, chain)
+	t.changes.sent(runID{a.slot, a.gen}, chain)
 	a.keep(chain)
 	a.place = len(r.provisional)
 	r.provisional = append(r.provisional, a)
 	o.forget(r.capacity)
-}
-
-// makeRoom forgets what was used least recently, as far as it takes for so many
-// more blocks to stay within the limit: in whole runs, so that what stays is
-// still a prefix, and nothing of what keep holds. r.mu is held.
-func (r *Replica) makeRoom(blocks, limit int, keep []span) {
-	for o := &r.order; o.blocks+blocks > limit; {
-		slot := o.oldest(keep)
-		if slot == 0 {
-			return
-		}
-		o.release(slot)
-	}
 }
 
 // owns reports whether an attempt still stands for a run. r.mu is held.
@@ -318,7 +305,9 @@ func (r *Replica) withdraw(a *Attempt) {
 			heir, common = b, n
 		}
 	}
+	var next runID
 	if heir != nil {
+		next = runID{heir.slot, heir.gen}
 		theirs := o.runs[heir.slot]
 		o.cut(heir.slot, startOf(a.chain, from), theirs.end, theirs.blocks+uint32(common-from))
 		for _, b := range a.chain[from:common] {
@@ -328,7 +317,7 @@ func (r *Replica) withdraw(a *Attempt) {
 	for _, b := range a.chain[common:to] {
 		a.table.drop(o, b.Hash, a.slot)
 	}
-	a.table.changes.note(runID{a.slot, a.gen}, a.chain)
+	a.table.changes.withdrawn(runID{a.slot, a.gen}, a.chain, next, from, common, to)
 	if end := startOf(a.chain, from); end > own.start {
 		o.cut(a.slot, own.start, end, own.less(to-from))
 		o.runs[a.slot].sure = end

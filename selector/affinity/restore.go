@@ -87,7 +87,8 @@ func (x *Index) watch(on bool) {
 		r.mu.Lock()
 		t.changes = nil
 		if on {
-			t.changes = &changes{full: t.depth > 0 || t.dir[0].filled > 0} // nobody knows what came before
+			// Nobody knows what came before.
+			t.changes = &changes{full: t.depth > 0 || t.dir[0].filled > 0, cleared: r.order.cleared}
 		}
 		r.mu.Unlock()
 	}
@@ -227,19 +228,14 @@ func (l *loader) load(head indexHead) error {
 	}
 }
 
-// table reads what one replica held into a table of its own, where the prompts
-// of the last moment can be entered as they were sent, and then moves it over.
+// table reads what one replica held into a table and an order of its own, where
+// the prompts of the last moment can be entered as they were sent, and then puts
+// it before what requests have brought.
 func (l *loader) table(r *Replica) error {
-	x := l.index
-	live := x.table(r)
-	r.mu.Lock()
-	again := live.changes == nil
-	r.mu.Unlock()
-	if again {
+	m := merger{replica: r, live: l.index.table(r), limit: l.index.fleet.limit()}
+	if !m.wanted() {
 		return errCorrupt
 	}
-	limit := x.fleet.limit()
-	t, o := newTable(), new(order)
 	var runs []run
 	var slots []uint32 // by number
 	total := 0
@@ -247,6 +243,8 @@ func (l *loader) table(r *Replica) error {
 		if slots != nil {
 			return
 		}
+		m.begin(min(total, m.limit), len(runs))
+		o := &m.order
 		slots = make([]uint32, len(runs))
 		for i, run := range slices.Backward(runs) {
 			slots[i] = o.take()
@@ -261,7 +259,7 @@ func (l *loader) table(r *Replica) error {
 		switch {
 		case err == io.EOF:
 			place()
-			l.blocks += x.merge(r, live, o, t, limit)
+			l.blocks += m.merge()
 			return nil
 		case err != nil:
 			return err
@@ -271,7 +269,7 @@ func (l *loader) table(r *Replica) error {
 				if start >= end || blocks == 0 {
 					return errCorrupt
 				}
-				if total += int(blocks); total <= limit { // the oldest don't fit
+				if total += int(blocks); total <= m.limit { // the oldest don't fit
 					runs = append(runs, run{start: start, end: end, blocks: blocks})
 				} else {
 					total = math.MaxInt32
@@ -281,12 +279,16 @@ func (l *loader) table(r *Replica) error {
 		case kind == chunkBlocks:
 			place()
 			err = records(p, func(hash uint64, number uint32) error {
-				if int(number) >= len(runs) || o.runs[slots[number]].blocks == runs[number].blocks {
+				if int(number) >= len(runs) {
 					return nil
 				}
-				o.runs[slots[number]].blocks++
-				o.blocks++
-				t.put(o, hash, slots[number])
+				run := &m.order.runs[slots[number]]
+				if run.blocks == runs[number].blocks {
+					return nil
+				}
+				run.blocks++
+				m.order.blocks++
+				m.table.put(&m.order, hash, slots[number])
 				return nil
 			})
 		case kind == chunkChain:
@@ -299,10 +301,10 @@ func (l *loader) table(r *Replica) error {
 				chain = append(chain, prefixhash.Block{Hash: hash, End: end})
 				return nil
 			})
-			t.renew(o, chain, limit)
+			m.table.renew(&m.order, chain, m.limit)
 		default:
 			place()
-			l.blocks += x.merge(r, live, o, t, limit)
+			l.blocks += m.merge()
 			l.back(kind, p)
 			return nil
 		}
@@ -312,173 +314,152 @@ func (l *loader) table(r *Replica) error {
 	}
 }
 
-// merge moves what was restored of a replica over and returns how many blocks
-// that are. It is found by requests when all of it is there.
-func (x *Index) merge(r *Replica, live *table, from *order, t *table, limit int) (blocks int) {
-	m := merger{replica: r, table: live, moved: make([]runID, len(from.runs))}
-	m.reserve(from.placed)
-	m.runs(from, limit)
-	if blocks = m.entries(from, t); blocks == 0 {
-		return 0
+// merger brings what one replica held, which nobody else sees yet, up to what
+// requests have done to it meanwhile, and then puts both together at once.
+type merger struct {
+	replica *Replica
+	live    *table
+	limit   int // blocks
+
+	order order // its slots are those from first on
+	table *table
+	first uint32 // the slots before it are the live order's
+}
+
+// wanted reports whether what changes is noted: the part of this replica does
+// not come a second time.
+func (m *merger) wanted() bool {
+	m.replica.mu.Lock()
+	defer m.replica.mu.Unlock()
+	return m.live.changes != nil
+}
+
+// begin makes room for what is restored.
+func (m *merger) begin(blocks, runs int) {
+	m.table = tableFor(blocks)
+	m.order.runs = make([]run, 0, runs+2*slotsAhead)
+	m.setAside(slotsAhead)
+	m.order.repack(runs + slotsAhead)
+}
+
+// slotsAhead is for how many more runs of the live order there is room than it
+// has: it goes on growing.
+const slotsAhead = 256
+
+// setAside leaves more of the first slots to the live order.
+func (m *merger) setAside(more uint32) {
+	o, from := &m.order, m.first
+	o.runs = slices.Insert(o.runs, int(from), make([]run, more)...)
+	m.first += more
+	for pos := range o.at {
+		if o.at[pos] != 0 {
+			o.at[pos] += more
+		}
 	}
-	if !m.adopt(t) {
-		return 0
+	for i := range o.free {
+		o.free[i] += more
 	}
+	for hash, again := uint64(0), true; again; hash, again = m.table.after(hash) {
+		s := m.table.segment(hash)
+		for i := range s.entries {
+			if e := &s.entries[i]; e.slot != 0 && e.slot >= from {
+				e.slot += more
+			}
+		}
+	}
+}
+
+// merge puts both together and returns how many blocks that brings. The lock is
+// held for what came since it was held last, and for the live order's runs.
+func (m *merger) merge() (blocks int) {
+	r := m.replica
+	for slot := m.first; int(slot) < len(m.order.runs); slot++ {
+		if own := &m.order.runs[slot]; own.phase == done && own.blocks == 0 {
+			m.order.release(slot) // its blocks are missing
+		}
+	}
+	applied := 0
+	for turn := 0; ; turn++ {
+		r.mu.Lock()
+		j, live := m.live.changes, &r.order
+		if j.full || j.cleared != live.cleared {
+			m.live.changes = nil
+			r.mu.Unlock()
+			return 0
+		}
+		slots, placed, stored := len(live.runs), live.placed, live.blocks
+		distance, capacity := live.running+live.used-live.wait, r.capacity
+		changes := j.list[applied:]
+		if len(changes) <= changesAtOnce || turn > turnsMost {
+			m.apply(changes)
+			if m.order.takes(live, m.first) {
+				break // still locked
+			}
+			applied += len(changes)
+			changes = nil
+		}
+		r.mu.Unlock()
+
+		m.apply(changes)
+		applied += len(changes)
+		if slots > int(m.first) {
+			m.setAside(uint32(slots/2+slots) - m.first + slotsAhead) //nolint:gosec // runs have slots of 32 bits
+		}
+		if placed > len(m.order.at)-int(m.order.next) {
+			m.order.repack(2*placed + slotsAhead)
+		}
+		m.order.shrink(max(m.limit-stored, 0), nil)
+		if capacity < unlimited {
+			m.order.forgetBeyond(capacity + capacity/2 - distance)
+		}
+	}
+	defer r.mu.Unlock()
+	o := &m.order
+	if blocks = o.blocks; blocks > 0 {
+		o.append(&r.order, m.first)
+		o.packed, o.cleared = r.order.packed+1, r.order.cleared
+		r.order = *o
+		m.live.dir, m.live.depth = m.table.dir, m.table.depth
+		r.order.shrink(m.limit, nil)
+		r.order.forget(r.capacity)
+	}
+	m.live.changes = nil
 	return blocks
 }
 
-// merger moves what is older than all a replica's runs to it.
-type merger struct {
-	replica *Replica
-	table   *table
-	cleared int     // of the order, when it began
-	moved   []runID // where the runs have gone, by their slots
-}
+const (
+	changesAtOnce = 4  // applied under the replica's lock
+	turnsMost     = 64 // or all, where requests are faster than we
+)
 
-// reserve makes room for n runs before all others.
-func (m *merger) reserve(n int) {
-	r, o := m.replica, &m.replica.order
-	for spare := 64; ; {
-		at, tree := make([]uint32, n+spare), make([]weight, n+spare)
-		runs := make([]run, 0, n+spare)
-		r.mu.Lock()
-		if need := max(2*o.placed+1, len(o.runs)); need >= spare {
-			spare = 2 * need
-			r.mu.Unlock()
-			continue
+// apply makes the owners of prompts that were sent meanwhile own their blocks
+// here too. What restored runs had of them is cut off.
+func (m *merger) apply(list []change) {
+	o, t := &m.order, m.table
+	for _, c := range list {
+		if c.owner.slot >= m.first {
+			m.setAside(c.owner.slot/2 + c.owner.slot - m.first + slotsAhead)
 		}
-		o.unpack(at, tree, uint32(n)) //nolint:gosec // runs have slots of 32 bits
-		if o.runs = append(runs, o.runs...); len(o.runs) == 0 {
-			o.runs = append(o.runs, run{}) // slot 0
-		}
-		m.cleared = o.cleared
-		r.mu.Unlock()
-		return
-	}
-}
-
-// runs moves the runs, newest first, as many as find room and a cache that could
-// still hold them.
-func (m *merger) runs(from *order, limit int) {
-	r, o := m.replica, &m.replica.order
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for pos, n := int(from.next)-1, 0; pos > 0; pos-- {
-		slot := from.at[pos]
-		if slot == 0 {
-			continue
-		}
-		if n++; n%entriesAtOnce == 0 {
-			pause(r)
-		}
-		own := &from.runs[slot]
-		if own.blocks == 0 {
-			continue
-		}
-		if o.cleared != m.cleared || o.blocks+int(own.blocks) > limit || o.room == 0 {
-			break
-		}
-		to := o.take()
-		o.cut(to, own.start, own.end, own.blocks)
-		o.runs[to].sure = own.end
-		o.enterOldest(to)
-		m.moved[slot] = runID{to, o.runs[to].gen}
-		if o.forget(r.capacity); o.runs[to].gen != m.moved[slot].gen {
-			break
-		}
-	}
-	o.room = 0
-}
-
-// entries makes the entries of a table, which nobody else sees, those of the runs
-// that were moved, and counts them.
-func (m *merger) entries(from *order, t *table) (moved int) {
-	var dead runID
-	for _, id := range m.moved {
-		if id.slot != 0 {
-			dead = runID{id.slot, id.gen - 1}
-		}
-	}
-	if dead.slot == 0 {
-		return 0
-	}
-	for hash, more := uint64(0), true; more; hash, more = t.after(hash) {
-		s := t.segment(hash)
-		for i := range s.entries {
-			e := &s.entries[i]
-			if e.slot == 0 {
+		o.runs[c.owner.slot].gen = c.owner.gen // so that it counts as alive
+		losing, lost := uint32(0), 0
+		for i := c.from; i < c.to; i++ {
+			b := c.chain[i]
+			if c.owner.slot == 0 {
+				if e := t.find(b.Hash); e != nil && e.slot < m.first {
+					e.gen--
+				}
 				continue
 			}
-			id := m.moved[e.slot]
-			if id.slot == 0 || from.runs[e.slot].gen != e.gen {
-				id = dead
-			} else {
-				moved++
+			if slot := t.owner(o, b); slot != 0 { // a restored one: live ones hold no bytes here
+				if slot != losing {
+					o.lose(losing, c.chain, lost)
+				}
+				losing, lost = slot, i+1
 			}
-			e.slot, e.gen = id.slot, id.gen
+			t.put(o, b.Hash, c.owner.slot)
 		}
+		o.lose(losing, c.chain, lost)
 	}
-	return moved
-}
-
-// adopt puts what requests have brought meanwhile into the restored table, which
-// then takes the place of the one that it was brought to. It reports false where
-// the notes do not say what that is.
-func (m *merger) adopt(t *table) bool {
-	r, o := m.replica, &m.replica.order
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	j := m.table.changes
-	for n := 0; n < len(j.chains) && !j.full; n++ {
-		if n%chainsAtOnce == chainsAtOnce-1 {
-			pause(r)
-		}
-		m.enter(t, j, j.chains[n])
-	}
-	m.table.changes = nil
-	if j.full {
-		for n, id := range m.moved {
-			if n%entriesAtOnce == 0 {
-				pause(r)
-			}
-			if id.slot != 0 && o.runs[id.slot].gen == id.gen {
-				o.release(id.slot)
-			}
-		}
-		return false
-	}
-	m.table.dir, m.table.depth = t.dir, t.depth
-	return true
-}
-
-// enter makes the owners of a prompt's blocks own them in a restored table too.
-// What restored runs had of them is cut off. r.mu is held.
-func (m *merger) enter(t *table, j *changes, chain []prefixhash.Block) {
-	o := &m.replica.order
-	losing, to := uint32(0), 0
-	for i, b := range chain {
-		slot, e := m.table.owner(o, b), t.find(b.Hash)
-		alive := e != nil && o.runs[e.slot].gen == e.gen
-		restored := alive
-		if alive {
-			_, brought := j.runs[runID{e.slot, e.gen}]
-			restored = !brought
-		}
-		if slot == 0 {
-			if alive && !restored {
-				e.gen-- // it was withdrawn
-			}
-			continue
-		}
-		if restored && b.End > o.runs[e.slot].start && b.End <= o.runs[e.slot].end {
-			if e.slot != losing {
-				o.lose(losing, chain, to)
-			}
-			losing, to = e.slot, i+1
-		}
-		t.put(o, b.Hash, slot)
-	}
-	o.lose(losing, chain, to)
 }
 
 // lose takes the first blocks of a prompt from a run, which may be 0.
@@ -537,7 +518,7 @@ func (s *sessions) each(f func(id uint64, serial uint32)) {
 	for _, m := range [...]map[uint64]uint32{s.old, s.young} {
 		for id, serial := range m {
 			f(id, serial)
-			if n++; n%entriesAtOnce == 0 {
+			if n++; n%sessionsAtOnce == 0 {
 				s.mu.Unlock()
 				runtime.Gosched()
 				s.mu.Lock()

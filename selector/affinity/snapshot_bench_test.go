@@ -4,15 +4,14 @@ import (
 	"bytes"
 	"io"
 	"slices"
-	"sync/atomic"
 	"testing"
 	"time"
 )
 
 // BenchmarkSnapshot reports the time that one of a thousand decisions exceeds while
 // a million blocks over 8 replicas are written, and while they are read, as
-// multiples of the same while another goroutine does something unrelated and
-// keeps a processor busy too; how long both take; and a block's bytes.
+// multiples of the same while nothing else happens; how long both take; and a
+// block's bytes.
 func BenchmarkSnapshot(b *testing.B) {
 	const blocks, fresh, rounds = 1_000_000, 10, 5
 	x := newFixture(8)
@@ -54,13 +53,7 @@ func BenchmarkSnapshot(b *testing.B) {
 		var wrote, read time.Duration
 		for range rounds {
 			idle = append(idle, decide(x, meanwhile(func() error {
-				sum := uint64(1)
-				for began := time.Now(); time.Since(began) < time.Second; {
-					for range 1000 {
-						sum = mix(sum)
-					}
-				}
-				busy.Store(sum)
+				time.Sleep(time.Second)
 				return nil
 			}))...)
 			writing = append(writing, decide(x, meanwhile(func() error {
@@ -94,8 +87,6 @@ func BenchmarkSnapshot(b *testing.B) {
 	}
 	b.ReportMetric(float64(len(file))/blocks, "bytes/block")
 }
-
-var busy atomic.Uint64
 
 func percentile(times []float64, at float64) float64 {
 	slices.Sort(times)

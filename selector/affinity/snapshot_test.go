@@ -368,16 +368,16 @@ func TestRestoreIntoLess(t *testing.T) {
 	})
 	t.Run("forgotten meanwhile", func(t *testing.T) {
 		y := newFixture(2)
-		r := y.cands[0].Replica
-		m := merger{replica: r, table: y.index.table(r), moved: make([]runID, 2)}
-		m.reserve(1)
-		r.Forget()
-		from := &order{}
-		slot := from.take()
-		from.cut(slot, 0, testBlock, 1)
-		from.enter(slot, done)
-		if m.runs(from, 100); r.order.blocks != 0 {
-			t.Error("what was forgotten comes back")
+		y.index.Expect()
+		for _, c := range y.cands {
+			y.index.table(c.Replica)
+		}
+		y.cands[0].Replica.Forget()
+		if _, err := y.index.Restore(bytes.NewReader(snapshot), testKey, y.now); err != nil {
+			t.Fatal(err)
+		}
+		if forgotten, other := y.cands[0].Replica.order.blocks, y.cands[1].Replica.order.blocks; forgotten != 0 || other == 0 {
+			t.Errorf("%d blocks of what was forgotten come back, %d of the other", forgotten, other)
 		}
 	})
 }
@@ -466,6 +466,103 @@ func TestSnapshotOfTwoIndexes(t *testing.T) {
 			y.index.Lookup(y.now, keyOf(series(i, 5)...), y.cands, &y.rule, matched)
 			if want := i >= first && i < first+50; (matched[0]+matched[1] == 320) != want {
 				t.Fatalf("%s: prompt %d: %v", key, i, matched)
+			}
+		}
+	}
+}
+
+// Two indexes of one fleet are restored into the same replicas: the second finds
+// more there than it has set aside room for.
+func TestRestoreOfTwoIndexes(t *testing.T) {
+	const prompts = 3 * slotsAhead
+	x := newFixture(2)
+	other := *x
+	other.index = NewIndex(x.fleet, 1_000_000)
+	for i := range prompts {
+		x.serve(keyOf(series(i, 3)...))
+		other.serve(keyOf(series(10_000+i, 3)...))
+	}
+	var file bytes.Buffer
+	if err := x.fleet.WriteSnapshot(&file, x.now, map[string]*Index{"a": x.index, "b": other.index}, nil); err != nil {
+		t.Fatal(err)
+	}
+	y := newFixture(2)
+	second := *y
+	second.index = NewIndex(y.fleet, 1_000_000)
+	for _, f := range []struct {
+		fixture *fixture
+		key     string
+		first   int
+	}{{y, "a", 0}, {&second, "b", 10_000}} {
+		restored, err := f.fixture.index.Restore(bytes.NewReader(file.Bytes()), f.key, y.now)
+		if err != nil || restored.Blocks != 3*prompts {
+			t.Fatalf("%s: %+v, %v", f.key, restored, err)
+		}
+		y.sound(t, nil)
+	}
+	for i := range prompts {
+		for _, f := range []struct {
+			fixture *fixture
+			first   int
+		}{{y, 0}, {&second, 10_000}} {
+			matched := make([]int, 2)
+			f.fixture.index.Lookup(y.now, keyOf(series(f.first+i, 3)...), y.cands, &y.rule, matched)
+			if matched[0]+matched[1] != 3*testBlock/BytesPerToken {
+				t.Fatalf("prompt %d: %v", f.first+i, matched)
+			}
+		}
+	}
+}
+
+// What is sent and withdrawn while a snapshot is read ends as if it had come after.
+func TestRestoreAmidWithdrawals(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		shared bool // prompts begin like those of the snapshot
+	}{{"prompts/apart", false}, {"prompts/shared", true}} {
+		rng := rand.New(rand.NewPCG(1, 9))
+		all := prompts(rng, 500)
+		before, since := all[:200], all[200:]
+		if !test.shared {
+			since = prompts(rng, 300)
+			all = append(before, since...)
+		}
+		route := func(y *fixture, chain []prefixhash.Block) *Attempt {
+			_, a := y.index.Route(y.now, &prefixhash.Key{Blocks: chain, Bytes: len(chain) * testBlock, Stream: true}, y.cands, &y.rule, nil)
+			return a
+		}
+		x := newFixture(1)
+		for _, chain := range before {
+			route(x, chain).Finish(x.now, Served, 0)
+		}
+		snapshot := x.snapshot(t)
+		early, late := newFixture(1), x.restart(t, snapshot)
+		early.index.Expect()
+		for _, y := range []*fixture{early, late} {
+			rng := rand.New(rand.NewPCG(2, 2))
+			var open []*Attempt
+			for _, chain := range since {
+				open = append(open, route(y, chain))
+				for len(open) > 0 && rng.IntN(2) == 0 {
+					i := rng.IntN(len(open))
+					open[i].Finish(y.now, []Outcome{Served, Lost, Aborted}[rng.IntN(3)], 0)
+					open = slices.Delete(open, i, i+1)
+				}
+			}
+			for _, a := range open {
+				a.Finish(y.now, Lost, 0)
+			}
+		}
+		if _, err := early.index.Restore(bytes.NewReader(snapshot), testKey, early.now); err != nil {
+			t.Fatal(err)
+		}
+		early.sound(t, all)
+		late.sound(t, all)
+		matches := late.matches(all)
+		for i, got := range early.matches(all) {
+			// Whoever did not know yet that a block is there takes it back with the prompt.
+			if want := matches[i][0]; got[0] > want || got[0] < want && !test.shared {
+				t.Fatalf("%s: prompt %d: %d tokens, want %d", test.name, i, got[0], want)
 			}
 		}
 	}

@@ -43,6 +43,21 @@ func newTable() *table {
 	return &table{dir: []*segment{{entries: make([]entry, smallSegment)}}}
 }
 
+// tableFor returns a table with room for n blocks, so that few of its segments
+// have to grow until then, if any.
+func tableFor(n int) *table {
+	size, depth := smallSegment, uint8(0)
+	for ; 3*size < 5*n && size < largeSegment; size *= 2 { // at most 60 % full; they grow at 75 %
+	}
+	for ; 3*size<<depth < 5*n && depth < deepest; depth++ {
+	}
+	t := &table{dir: make([]*segment, 1<<depth), depth: depth}
+	for i := range t.dir {
+		t.dir[i] = &segment{entries: make([]entry, size), depth: depth}
+	}
+	return t
+}
+
 // after returns the first hash beyond the segment that holds one; false: there
 // is none.
 func (t *table) after(hash uint64) (uint64, bool) {
