@@ -49,11 +49,21 @@ func (x *fixture) sound(t *testing.T, chains [][]prefixhash.Block) {
 		r := c.Replica
 		o := &r.order
 		var used, wait, pinned, blocks, placed int64
+		again := make(map[uint32]bool) // slots to use
+		for _, slot := range o.free {
+			if again[slot] || slot == 0 || o.runs[slot].phase != free {
+				t.Fatalf("replica %d: slot %d is not free, or twice", i, slot)
+			}
+			again[slot] = true
+		}
 		for slot := range o.runs {
 			run := &o.runs[slot]
 			blocks += int64(run.blocks)
 			switch run.phase {
 			case free:
+				if slot > 0 && !again[uint32(slot)] {
+					t.Fatalf("replica %d: slot %d is never used again", i, slot)
+				}
 				if run.size() != 0 || run.blocks != 0 {
 					t.Fatalf("replica %d: slot %d is free and holds %+v", i, slot, *run)
 				}
@@ -521,10 +531,10 @@ func TestRestoreAmidWithdrawals(t *testing.T) {
 		shared bool // prompts begin like those of the snapshot
 	}{{"prompts/apart", false}, {"prompts/shared", true}} {
 		rng := rand.New(rand.NewPCG(1, 9))
-		all := prompts(rng, 500)
-		before, since := all[:200], all[200:]
+		all := prompts(rng, 800)
+		before, since := all[:200], all[200:] // of which more stay than there are slots set aside
 		if !test.shared {
-			since = prompts(rng, 300)
+			since = prompts(rng, 600)
 			all = append(before, since...)
 		}
 		route := func(y *fixture, chain []prefixhash.Block) *Attempt {
