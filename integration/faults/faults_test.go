@@ -121,6 +121,11 @@ var rows = []row{
 	fault("connections/reset", retries+patient, true, engine.Faults{Reset: true}),
 	fault("connections/black hole", retries+hasty, true, engine.Faults{Blackhole: true}),
 	{
+		name: "connections/nobody there", proxy: retries + hasty, empty: true, avoided: true,
+		begin: func(t *testing.T, sides []*side) { each(sides, func(r *replica) { r.vanish(t) }) },
+		end:   func(t *testing.T, sides []*side) { each(sides, func(r *replica) { r.start(t) }) },
+	},
+	{
 		name: "connections/flap every second", proxy: retries + patient,
 		begin: func(t *testing.T, sides []*side) {
 			for range 4 {

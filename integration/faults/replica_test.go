@@ -3,8 +3,10 @@ package faults
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os/exec"
 	"path/filepath"
@@ -22,7 +24,8 @@ type replica struct {
 	name, addr, control string
 
 	program string
-	cmd     *exec.Cmd // nil: it does not run
+	cmd     *exec.Cmd   // nil: it does not run
+	hole    []io.Closer // what vanish has left at its address
 }
 
 // buildEngine makes the program that replicas run.
@@ -53,6 +56,7 @@ func newReplica(t *testing.T, program, name string) *replica {
 // streams last as long as their tokens take.
 func (r *replica) start(t *testing.T) {
 	t.Helper()
+	r.appear()
 	r.cmd = exec.Command(r.program, "-name", r.name, "-listen", r.addr, "-control", r.control, // #nosec G204 -- built here
 		"-capacity", "4000000", "-prefill", "1000000", "-max-running", "1000",
 		"-inter-token", interToken.String(), "-output", fmt.Sprint(outputTokens))
@@ -72,6 +76,7 @@ func (r *replica) start(t *testing.T) {
 // kill is kill -9.
 func (r *replica) kill(t *testing.T) {
 	t.Helper()
+	r.appear()
 	if r.cmd == nil {
 		return
 	}
@@ -80,6 +85,42 @@ func (r *replica) kill(t *testing.T) {
 	}
 	_ = r.cmd.Wait() // killed
 	r.cmd = nil
+}
+
+// vanish kills the replica and has the kernel drop whatever asks for a
+// connection to it, as if its machine were gone: somebody else listens there, and
+// the queue of those that he has not accepted is full.
+func (r *replica) vanish(t *testing.T) {
+	t.Helper()
+	r.kill(t)
+	l, err := net.Listen("tcp", r.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.hole = []io.Closer{l}
+	raw, err := l.(*net.TCPListener).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var short error
+	if err := errors.Join(raw.Control(func(fd uintptr) { short = syscall.Listen(int(fd), 0) }), short); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the queue to be full", func() bool {
+		conn, err := net.DialTimeout("tcp", r.addr, 100*time.Millisecond)
+		if err == nil {
+			r.hole = append(r.hole, conn)
+		}
+		return err != nil
+	})
+}
+
+// appear gives the address of a replica that has vanished back.
+func (r *replica) appear() {
+	for _, c := range r.hole {
+		_ = c.Close() // it has done nothing that could fail late
+	}
+	r.hole = nil
 }
 
 func (r *replica) signal(t *testing.T, s syscall.Signal) {
