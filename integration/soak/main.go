@@ -6,7 +6,7 @@
 //
 // Clients send the next request as soon as they have the last answer, over
 // HTTP/1.1 and HTTP/2, so that the load is what the machine sustains. What grew
-// is judged by the second half of the run; see growth.
+// is judged by the trend; see growth.
 package main
 
 import (
@@ -30,7 +30,7 @@ import (
 const (
 	replicas     = 4
 	outputTokens = 24
-	// Limits of growth over the second half, beyond what chance explains. Within
+	// Limits of growth, beyond what chance explains. Within
 	// minutes the heap has not found its size yet: only gross leaks show then.
 	rssGrowth      = 0.05
 	rssGrowthShort = 0.3
