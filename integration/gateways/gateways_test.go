@@ -304,6 +304,7 @@ func TestTrouble(t *testing.T) {
 		{"killed", func() { r.kill(t) }, func() { r.start(t) }},
 		{"frozen", func() { r.signal(t, syscall.SIGSTOP) }, func() { r.signal(t, syscall.SIGCONT) }},
 		{"garbage", nil, nil},
+		{"failing over", func() { r.say("REPLICAOF 127.0.0.1 1") }, func() { r.say("REPLICAOF NO ONE") }},
 		{"another user's key", func() { r.say("DEL prefix_affinity:events"); r.say("SET prefix_affinity:events x") }, func() { r.say("DEL prefix_affinity:events") }},
 	} {
 		before := []int{gates[0].logged(t, away), gates[1].logged(t, away)}

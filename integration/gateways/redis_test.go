@@ -15,16 +15,18 @@ import (
 // redisServer is a Redis of the test's own, without files.
 type redisServer struct {
 	addr string
+	args []string
 	cmd  *exec.Cmd
 }
 
-func newRedis(t *testing.T) *redisServer {
+// newRedis starts one, with more arguments.
+func newRedis(t *testing.T, args ...string) *redisServer {
 	t.Helper()
 	addr, err := harness.FreeAddr()
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &redisServer{addr: addr}
+	r := &redisServer{addr: addr, args: args}
 	r.start(t)
 	t.Cleanup(func() {
 		if r.cmd != nil {
@@ -44,7 +46,8 @@ func (r *redisServer) start(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.cmd = exec.Command(program, "--bind", "127.0.0.1", "--port", port, "--save", "", "--appendonly", "no") // #nosec G204 -- as installed
+	args := append([]string{"--bind", "127.0.0.1", "--port", port, "--save", "", "--appendonly", "no"}, r.args...)
+	r.cmd = exec.Command(program, args...) // #nosec G204 -- as installed
 	r.cmd.Dir = t.TempDir()
 	if err := r.cmd.Start(); err != nil {
 		t.Fatal(err)
