@@ -146,6 +146,9 @@ func (r *Replica) Restarted() {
 func (r *Replica) lost(nth uint32) {
 	r.generation++
 	r.cached = false
+	if r.doubt.empty > 0 {
+		r.takeBack()
+	}
 	r.doubt = doubt{}
 	r.order.clear(nth)
 }
@@ -342,20 +345,38 @@ func (r *Replica) judge(a *Attempt, share float64) bool {
 	if hit == 0 && miss == 0 {
 		return false
 	}
-	r.vote.report(hit, miss)
+	before, voted := r.capacity, cast{miss: miss, own: r.vote.report(hit, miss)}
 	if g := r.group.Load(); g != nil {
 		g.mu.Lock()
-		g.vote.report(hit, miss)
+		voted.all = g.vote.report(hit, miss)
 		g.mu.Unlock()
 	}
 	r.settle()
 	r.doubt.hit(hit)
 	distance := a.known[len(a.known)-1].far + int64(a.known[len(a.known)-1].end)
-	if !r.doubt.weigh(a.claim, a.nth, distance, held, slack, r.capacity, &r.vote) {
+	if !r.doubt.weigh(a.claim, a.nth, distance, held, slack, before, &r.vote, voted) {
 		return false
 	}
 	r.lost(r.doubt.before)
 	return true
+}
+
+// takeBack undoes the votes that a lost cache explains: of responses that found
+// nothing of what was left before, and asked for after, it was lost. r.mu is held.
+func (r *Replica) takeBack() {
+	g := r.group.Load()
+	for _, c := range r.doubt.casts {
+		if c.left >= r.doubt.before || c.asked < r.doubt.before {
+			continue
+		}
+		r.vote.takeBack(c.miss, c.own)
+		if c.all > 0 {
+			g.mu.Lock()
+			g.vote.takeBack(c.miss, c.all)
+			g.mu.Unlock()
+		}
+	}
+	r.settle()
 }
 
 // slack is the share of a prompt by which a report may fall short: tokens and

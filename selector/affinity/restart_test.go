@@ -1,6 +1,7 @@
 package affinity
 
 import (
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -144,6 +145,82 @@ func TestRestartWithoutNotice(t *testing.T) {
 	}
 }
 
+// What shows that a cache was lost says nothing of its size, though each of these
+// responses alone might.
+func TestRestartKeepsCapacity(t *testing.T) {
+	const conversations = 40
+	for _, test := range []struct {
+		name        string
+		room, turns int
+	}{
+		{"never evicted/160", 100, 160},
+		{"never evicted/300", 100, 300},
+		{"evicts/300", 33, 300},
+		{"evicts/400", 33, 400},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			for seed := range uint64(20) {
+				rng := rand.New(rand.NewPCG(seed, 1))
+				e := newLRUEngine(test.room)
+				for range test.turns {
+					e.ask(rng.IntN(conversations))
+				}
+				r := e.x.cands[0].Replica
+				before := r.Snapshot(e.x.now).CapacityTokens
+				e.cached = nil
+				asked := 1
+				for !e.ask(rng.IntN(conversations)) && asked < 5*emptyResponses {
+					asked++
+				}
+				state := r.Snapshot(e.x.now)
+				if state.Generation != 1 {
+					t.Errorf("seed %d: no restart noticed in %d responses", seed, asked)
+					continue
+				}
+				if after := state.CapacityTokens; math.Abs(float64(after-before)) > 0.05*float64(before) {
+					t.Errorf("seed %d: capacity of %d tokens after the restart, %d before", seed, after, before)
+				}
+			}
+		})
+	}
+}
+
+// A cache that is small, or becomes so, is found to be as soon as before votes
+// could be taken back: that took 28, 58 and 244 reports.
+func TestSmallerCache(t *testing.T) {
+	const conversations, room, seeds = 40, 15, 20
+	const tokens = room * (firstBlocks + 5*turnBlocks) * 64
+	for _, test := range []struct {
+		name          string
+		before, turns int // room for conversations, before there was for 15, and turns until then
+		most          int // reports that it takes, in the mean
+	}{
+		{"from the start", room, 0, 30},
+		{"soon", 100, 80, 62},
+		{"late", 100, 600, 256},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			reports := 0
+			for seed := range uint64(seeds) {
+				rng := rand.New(rand.NewPCG(seed, 1))
+				e := newLRUEngine(test.before)
+				for range test.turns {
+					e.ask(rng.IntN(conversations))
+				}
+				e.room = room
+				e.cached = e.cached[max(len(e.cached)-room, 0):]
+				for learned := 0; learned == 0 || learned > tokens*5/4; reports++ {
+					e.ask(rng.IntN(conversations))
+					learned = e.x.cands[0].Replica.Snapshot(e.x.now).CapacityTokens
+				}
+			}
+			if mean := reports / seeds; mean > test.most {
+				t.Errorf("learned by %d reports in the mean, want at most %d", mean, test.most)
+			}
+		})
+	}
+}
+
 // An engine that forgets or misreports now and then has not restarted.
 func TestNoRestart(t *testing.T) {
 	for _, test := range []struct {
@@ -218,7 +295,7 @@ func TestDoubt(t *testing.T) {
 				if r.empty {
 					held = 0
 				}
-				lost = d.weigh(claim{0, size, r.left}, r.asked, distance, held, size/10, unlimited, &v)
+				lost = d.weigh(claim{0, size, r.left}, r.asked, distance, held, size/10, unlimited, &v, cast{})
 			}
 			if lost != test.lost {
 				t.Errorf("lost: %t", lost)

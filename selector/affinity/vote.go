@@ -12,6 +12,7 @@ import "math"
 type vote struct {
 	hit, miss [voteBins]float64 // reports by distance, each worth weight when made
 	weight    float64           // of a report made now; grows so that old ones fade
+	reports   uint64            // so far
 }
 
 const (
@@ -33,6 +34,7 @@ func voteBin(distance int64) int {
 
 // age makes room for a new report.
 func (v *vote) age() {
+	v.reports++
 	if v.weight == 0 {
 		v.weight = 1
 	}
@@ -46,14 +48,24 @@ func (v *vote) age() {
 }
 
 // report takes in that a cache held what was used up to distance hit, and had
-// lost what was used at distance miss. Either may be 0: nothing to say.
-func (v *vote) report(hit, miss int64) {
+// lost what was used at distance miss. Either may be 0: nothing to say. It returns
+// the report's number.
+func (v *vote) report(hit, miss int64) (nth uint64) {
 	v.age()
 	if hit > 0 {
 		v.hit[voteBin(hit)] += v.weight
 	}
 	if miss > 0 {
 		v.miss[voteBin(miss)] += v.weight
+	}
+	return v.reports
+}
+
+// takeBack undoes that the nth report said something was lost at distance miss.
+func (v *vote) takeBack(miss int64, nth uint64) {
+	if miss > 0 {
+		bin := voteBin(miss)
+		v.miss[bin] = max(v.miss[bin]-v.weight*math.Pow(voteKeep, float64(v.reports-nth)), 0)
 	}
 }
 
