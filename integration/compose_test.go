@@ -20,6 +20,8 @@ import (
 
 	"github.com/quic-go/quic-go/http3"
 	"golang.org/x/net/websocket"
+
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // chatServer answers chat requests, streamed or not, as asked.
@@ -374,7 +376,7 @@ func TestErrorRouteGetsTheBody(t *testing.T) {
 // Sites that share upstreams share what is known of them. A lookup names the
 // sites, and tells them apart where they would do different things.
 func TestSitesShareUpstreams(t *testing.T) {
-	fleet := newFleet(t, 4, quick)
+	fleet := harness.TestFleet(t, 4, quick)
 	s, other := newSiteAt(t), newSiteAt(t)
 	s.start(t, s.file(proxyTo(fleet.Upstreams(), policy()))+"http://"+other.addr+" {\n\thandle /v1/* {\n\t\t"+proxyTo(fleet.Upstreams(), policy())+
 		"\n\t}\n\thandle /coarse/* {\n\t\t"+proxyTo(fleet[0].Addr(), policy("block_size 512"))+"\n\t}\n}\n")

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 const retryOn503 = "lb_retry_match {\n\t\t\texpression `{rp.status_code} == 503`\n\t\t}\n\t\t"
@@ -28,7 +29,7 @@ func TestUnavailableHolderIsPassedOver(t *testing.T) {
 		{"passive/status", "lb_retries 3\n\t\tfail_duration 1h\n\t\tunhealthy_status 503\n\t\t" + retryOn503, engine.Faults{FailStatus: 503}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			fleet := newFleet(t, 3, quick)
+			fleet := harness.TestFleet(t, 3, quick)
 			s := newSite(t, fleet.Upstreams(), policy()+test.proxy)
 			c := newConversations(1)[0]
 			c.turn(t, s, false)
@@ -244,7 +245,7 @@ func TestHotPrefix(t *testing.T) {
 	}
 	try := func(t *testing.T, lb string) (r result, stalled time.Duration) {
 		t.Helper()
-		fleet := newFleet(t, 4, config)
+		fleet := harness.TestFleet(t, 4, config)
 		s := newSite(t, fleet.Upstreams(), lb)
 		var wg sync.WaitGroup
 		at := make([]string, others)
@@ -391,7 +392,7 @@ func TestFallbackPolicies(t *testing.T) {
 		}},
 	} {
 		t.Run(strings.Fields(test.fallback)[0], func(t *testing.T) {
-			fleet := newFleet(t, 4, quick)
+			fleet := harness.TestFleet(t, 4, quick)
 			s := newSite(t, fleet.Upstreams(), policy("fallback "+test.fallback))
 			for i := range 40 {
 				body := chat(i%2 == 0, words(fmt.Sprintf("cold %d", i), 2000))
@@ -414,7 +415,7 @@ func TestFallbackPolicies(t *testing.T) {
 
 // The cookie that a fallback sets comes back and is honoured.
 func TestCookieFallbackSticks(t *testing.T) {
-	fleet := newFleet(t, 4, quick)
+	fleet := harness.TestFleet(t, 4, quick)
 	s := newSite(t, fleet.Upstreams(), policy("fallback cookie replica secret {\n\t\t\t\tfallback random\n\t\t\t}"))
 	seen := make(map[string]bool)
 	for c := range 8 {

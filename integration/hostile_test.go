@@ -418,7 +418,7 @@ func TestCollidingPrompts(t *testing.T) {
 // Clients that leave a queue and come back, or have the engine truncate their
 // prompts, don't make its cache look small.
 func TestAbsentPromptsAreNoEvidence(t *testing.T) {
-	fleet := newFleet(t, 1, quick)
+	fleet := harness.TestFleet(t, 1, quick)
 	s := newSite(t, fleet.Upstreams(), policy())
 	victims := newConversations(4)
 	everyone(t, s, victims)

@@ -77,7 +77,7 @@ func TestPredictionsFollowReports(t *testing.T) {
 		{"never/sse", header, true, "min_match 64", false}, // says it, but nobody was told to look
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			fleet := newFleet(t, 2, test.engine)
+			fleet := harness.TestFleet(t, 2, test.engine)
 			s := newSite(t, fleet.Upstreams(), policy(test.option))
 			wrong := mispredicted(t, s, fleet, test.stream)
 			t.Logf("%.1f %% mispredicted", 100*wrong)
@@ -98,7 +98,7 @@ func TestPredictionsFollowReports(t *testing.T) {
 func TestRestartFoundOut(t *testing.T) {
 	engine := quick
 	engine.CapacityTokens = 100_000
-	fleet := newFleet(t, 1, engine)
+	fleet := harness.TestFleet(t, 1, engine)
 	s := newSite(t, fleet.Upstreams(), policy("ignore `^at \\d+ `"))
 	rng := rand.New(rand.NewPCG(1, 2))
 	ask := func(prefix int, stamp string) {

@@ -18,19 +18,7 @@ import (
 	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
-// TestMain lets the test binary be a caddy, for the tests of its commands. When
-// all is over, Caddy has no goroutine left.
-func TestMain(m *testing.M) {
-	harness.BeCaddy()
-	status := m.Run()
-	if status == 0 {
-		if err := harness.Leak(); err != nil {
-			fmt.Println(err)
-			status = 1
-		}
-	}
-	os.Exit(status)
-}
+func TestMain(m *testing.M) { harness.Main(m) }
 
 // caddy runs a command of Caddy's against the site.
 func (s *site) caddy(t *testing.T, args ...string) (string, error) {
@@ -137,7 +125,7 @@ func (s *site) conversation(t *testing.T, fleet []*engine.Engine, name string, t
 var fast = engine.Config{PrefillRate: 1e6, InterToken: 100 * time.Microsecond, OutputTokens: 2}
 
 func TestAdminAPI(t *testing.T) {
-	fleet := newFleet(t, 3, fast)
+	fleet := harness.TestFleet(t, 3, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
 	at := s.conversation(t, fleet, "anna", 4)
 	if at < 0 {
@@ -239,7 +227,7 @@ func TestAdminAPI(t *testing.T) {
 }
 
 func TestDrain(t *testing.T) {
-	fleet := newFleet(t, 3, fast)
+	fleet := harness.TestFleet(t, 3, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
 	at := s.conversation(t, fleet, "kept", 2)
 	holder := fleet[at].Addr()
@@ -311,7 +299,7 @@ func TestDrain(t *testing.T) {
 
 // A drain that names no upstream is a mistake that would cut somebody off.
 func TestDrainOfNoUpstream(t *testing.T) {
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
 	for _, drain := range []string{"1.2.3.4:1", "localhost:1", fleet[0].Addr() + "," + fleet[1].Addr()} {
 		err := s.Reload(s.file(proxyTo(fleet.Upstreams(), policy("drain "+drain))))
@@ -322,7 +310,7 @@ func TestDrainOfNoUpstream(t *testing.T) {
 }
 
 func TestCommand(t *testing.T) {
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
 	if out, err := s.caddy(t, "prefix-affinity", "status"); err != nil || !strings.Contains(out, "no upstream has served") {
 		t.Errorf("%v: %s", err, out)
@@ -382,7 +370,7 @@ func (s *site) scrape(t *testing.T) map[string]float64 {
 }
 
 func TestMetrics(t *testing.T) {
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
 	at := s.conversation(t, fleet, "anna", 3)
 	holder := fleet[at].Addr()
@@ -413,7 +401,7 @@ func TestMetrics(t *testing.T) {
 }
 
 func TestShadowOnlyRecords(t *testing.T) {
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tshadow\n\t\t\tfallback round_robin\n\t\t}")
 	prompt := chat(true, words("shadow", 4000))
 	for range 10 {
@@ -452,7 +440,7 @@ func TestShadowOnlyRecords(t *testing.T) {
 func TestPoll(t *testing.T) {
 	config := fast
 	config.CapacityTokens = 40_000
-	fleet := newFleet(t, 2, config)
+	fleet := harness.TestFleet(t, 2, config)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tpoll 100ms\n\t\t}")
 	at := s.conversation(t, fleet, "anna", 2)
 	addr := fleet[at].Addr()
@@ -470,7 +458,7 @@ func TestPoll(t *testing.T) {
 
 // Nothing of a prompt, a key or a session name may appear anywhere.
 func TestPrivacy(t *testing.T) {
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tscope {http.request.header.X-Tenant}\n\t\t\tseed SEEDMARKER\n\t\t\texplain\n\t\t}\n\t}\n\tlog {\n\t\tformat json\n\t}\n\thandle_errors {\n\t\trespond 500")
 	level, err := http.Post(s.Admin+"/config/logging/logs/default/level", "application/json", strings.NewReader(`"DEBUG"`))
 	if err != nil || level.StatusCode != http.StatusOK {

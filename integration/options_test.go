@@ -14,6 +14,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/prefix-affinity/caddy/integration/harness"
 	"github.com/prefix-affinity/caddy/selector"
 )
 
@@ -94,7 +95,7 @@ var effects = map[string]effect{
 	}, []string{"replica_cache 2000"}, "affinity", "cold"},
 
 	"poll": {func(t *testing.T, options ...string) string {
-		fleet := newFleet(t, 1, quick)
+		fleet := harness.TestFleet(t, 1, quick)
 		s := newSite(t, fleet.Upstreams(), policy(options...))
 		body := chat(false, words("polled", 4000))
 		s.ask(t, body)

@@ -72,7 +72,7 @@ func amidStreams(t *testing.T, s *site, fleet harness.Fleet, conversations []*co
 // A reload costs nobody a request or the replica that knows him.
 func TestReloadsAmidStreams(t *testing.T) {
 	const clients = 200
-	fleet := newFleet(t, 5, roomy)
+	fleet := harness.TestFleet(t, 5, roomy)
 	four, five := fleet[:4].Upstreams(), fleet.Upstreams()
 	s := newSite(t, four, policy())
 	conversations := newConversations(clients)
@@ -110,7 +110,7 @@ func TestReloadsAmidStreams(t *testing.T) {
 
 // What was learned stays with whatever does not change what it means.
 func TestWhatAReloadKeeps(t *testing.T) {
-	fleet := newFleet(t, 2, quick)
+	fleet := harness.TestFleet(t, 2, quick)
 	s := newSite(t, fleet.Upstreams(), policy())
 	body := chat(false, words("kept", 4000))
 	s.ask(t, body)
@@ -145,7 +145,7 @@ func TestWhatAReloadKeeps(t *testing.T) {
 // Changing to another policy and back loses no request, though what was learned
 // is forgotten where nothing uses it.
 func TestAnotherPolicyAndBack(t *testing.T) {
-	fleet := newFleet(t, 3, roomy)
+	fleet := harness.TestFleet(t, 3, roomy)
 	s := newSite(t, fleet.Upstreams(), policy())
 	conversations := newConversations(60)
 	everyone(t, s, conversations)

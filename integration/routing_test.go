@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // quick are engines whose speed is no matter.
@@ -21,7 +22,7 @@ var quick = engine.Config{PrefillRate: 1e6, InterToken: time.Millisecond, Output
 func TestConversationsStay(t *testing.T) {
 	for _, stream := range []bool{false, true} {
 		t.Run(fmt.Sprintf("stream=%t", stream), func(t *testing.T) {
-			fleet := newFleet(t, 4, quick)
+			fleet := harness.TestFleet(t, 4, quick)
 			s := newSite(t, fleet.Upstreams(), policy())
 			conversations := newConversations(12)
 			before := make([]decision, len(conversations))
@@ -91,7 +92,7 @@ func TestSiblingsStayTogether(t *testing.T) {
 		})
 		// With the engines' speed known: a prefix takes them 0.25 s.
 		t.Run(fmt.Sprintf("later/stream=%t", stream), func(t *testing.T) {
-			fleet := newFleet(t, 4, engine.Config{PrefillRate: 50_000, InterToken: time.Millisecond, OutputTokens: 4})
+			fleet := harness.TestFleet(t, 4, engine.Config{PrefillRate: 50_000, InterToken: time.Millisecond, OutputTokens: 4})
 			s := newSite(t, fleet.Upstreams(), policy())
 			for family := range 4 {
 				before := fleet.Stats()
@@ -140,7 +141,7 @@ func TestLoadIsCountedInWork(t *testing.T) {
 func TestUnrelatedRequestsSpread(t *testing.T) {
 	for _, stream := range []bool{false, true} {
 		t.Run(fmt.Sprintf("stream=%t", stream), func(t *testing.T) {
-			fleet := newFleet(t, 4, quick)
+			fleet := harness.TestFleet(t, 4, quick)
 			s := newSite(t, fleet.Upstreams(), policy())
 			for i := range 200 {
 				// Lengths from 400 to 7,600 bytes, in no order.
@@ -230,7 +231,7 @@ func TestRequestsWithoutPrompt(t *testing.T) {
 
 // What was decided can be put into response headers and the access log.
 func TestPlaceholders(t *testing.T) {
-	fleet := newFleet(t, 2, quick)
+	fleet := harness.TestFleet(t, 2, quick)
 	s := newSiteOf(t, `log
 	log_append reason {rp.prefix_affinity.reason}
 	log_append matched {rp.prefix_affinity.matched_tokens}

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // asSession sends a body with a session header and returns what was decided.
@@ -44,7 +45,7 @@ func chosen(explanation string) string {
 // A session whose prompts are too short to match stays together, by each of the
 // names that clients give it; other sessions are elsewhere.
 func TestSessionsStayTogether(t *testing.T) {
-	fleet := newFleet(t, 4, fast)
+	fleet := harness.TestFleet(t, 4, fast)
 	s := newSite(t, fleet.Upstreams(), policy())
 	short := func(i int) string { return chat(true, fmt.Sprintf("question %d", i)) }
 	for _, header := range []string{"X-Claude-Code-Session-Id", "session-id", "X-Session-Id", "x-session-affinity", ""} {
@@ -167,7 +168,7 @@ func storedAnswersGoBack(t *testing.T, api storing, stream bool) {
 
 // Tenants that must not share a prompt don't, nor do they see that others have it.
 func TestScopesDontShare(t *testing.T) {
-	fleet := newFleet(t, 1, engine.Config{PrefillRate: 1e6})
+	fleet := harness.TestFleet(t, 1, engine.Config{PrefillRate: 1e6})
 	s := newSite(t, fleet.Upstreams(), policy("scope {http.request.header.X-Tenant}"))
 	prompt := chat(true, words("shared", 4000))
 	for i, tenant := range []string{"a", "b", "a", "b"} {

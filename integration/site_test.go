@@ -17,7 +17,6 @@ import (
 
 	dto "github.com/prometheus/client_model/go"
 
-	"github.com/prefix-affinity/caddy/integration/engine"
 	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
@@ -211,20 +210,6 @@ func eventually(t *testing.T, what string, happened func() bool) {
 			t.Fatalf("still waiting for: %s", what)
 		}
 	}
-}
-
-func newFleet(t *testing.T, n int, config engine.Config) harness.Fleet {
-	t.Helper()
-	fleet, err := harness.Engines(n, config)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return fleet
 }
 
 // recorder is an upstream that notes the bodies it gets and answers as told; the

@@ -110,7 +110,7 @@ func (g *gateway) written(t *testing.T) {
 }
 
 func TestRestartKeepsConversations(t *testing.T) {
-	fleet := newFleet(t, 4, roomy)
+	fleet := harness.TestFleet(t, 4, roomy)
 	g := newGateway(t, harness.StartProcess, fleet.Upstreams(), "snapshot 1s")
 	conversations := newConversations(200)
 	everyone(t, g.site, conversations)

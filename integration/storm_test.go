@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // long is set for the versions of tests that take minutes.
@@ -158,7 +159,7 @@ func TestReloadStorm(t *testing.T) {
 	case long:
 		d = time.Minute
 	}
-	fleet := newFleet(t, 5, engine.Config{PrefillRate: 1e6, InterToken: 20 * time.Millisecond, OutputTokens: 50, MaxRunning: 200, CapacityTokens: 1_000_000})
+	fleet := harness.TestFleet(t, 5, engine.Config{PrefillRate: 1e6, InterToken: 20 * time.Millisecond, OutputTokens: 50, MaxRunning: 200, CapacityTokens: 1_000_000})
 	three, four, five := fleet[:3].Upstreams(), fleet[1:].Upstreams(), fleet.Upstreams()
 
 	// Streams that outlive their configuration leave connections that nobody uses

@@ -6,6 +6,8 @@ import (
 	"os"
 	"strings"
 	"testing"
+
+	"github.com/prefix-affinity/caddy/integration/harness"
 )
 
 // syncTo is the options of a policy that shares through a Redis.
@@ -18,7 +20,7 @@ func syncTo(addr, more string) string {
 func TestSyncAlone(t *testing.T) {
 	const password = "open sesame"
 	t.Setenv("TEST_REDIS_PASSWORD", password)
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	redis := deadAddr(t)
 	s := newSite(t, fleet.Upstreams(), syncTo(redis, ""))
 	warnings := func() int {
@@ -63,7 +65,7 @@ func TestSyncAlone(t *testing.T) {
 // TestSyncMistakes: what can't work fails when it is loaded.
 func TestSyncMistakes(t *testing.T) {
 	t.Setenv("TEST_REDIS_PASSWORD", "x")
-	fleet := newFleet(t, 2, fast)
+	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), syncTo("127.0.0.1:1", ""))
 	two := func(first, second string) string {
 		return "handle /a {\n\t" + proxyTo(fleet.Upstreams(), first) + "\n\t}\n\thandle {\n\t" + proxyTo(fleet.Upstreams(), second) + "\n\t}"

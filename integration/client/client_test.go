@@ -38,16 +38,8 @@ func TestOpenAI(t *testing.T) {
 		{"round_robin/fetch", "round_robin", "fetch", "HTTP/1.1", 4},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			fleet, err := harness.Engines(4, engine.Config{
+			fleet := harness.TestFleet(t, 4, engine.Config{
 				PrefillRate: 100_000, InterToken: time.Millisecond, OutputTokens: 24,
-			})
-			if err != nil {
-				t.Fatal(err)
-			}
-			t.Cleanup(func() {
-				if err := fleet.Close(); err != nil {
-					t.Error(err)
-				}
 			})
 			site := startSite(t, test.policy, fleet.Upstreams())
 

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"math"
 	"net/http"
-	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -167,17 +166,7 @@ type outcome struct {
 	leastConns map[string]int
 }
 
-// When all is over, Caddy has no goroutine left.
-func TestMain(m *testing.M) {
-	status := m.Run()
-	if status == 0 {
-		if err := harness.Leak(); err != nil {
-			fmt.Println(err)
-			status = 1
-		}
-	}
-	os.Exit(status)
-}
+func TestMain(m *testing.M) { harness.Main(m) }
 
 // No request fails that least_conn with the same retries would have saved.
 func TestFaults(t *testing.T) {

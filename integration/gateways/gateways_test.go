@@ -169,20 +169,6 @@ func balancer(t *testing.T, gates []*gateway) (url string) {
 	return "http://" + l.Addr().String()
 }
 
-func newFleet(t *testing.T, n int, config engine.Config) harness.Fleet {
-	t.Helper()
-	fleet, err := harness.Engines(n, config)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	return fleet
-}
-
 // quick is an engine that takes no noticeable time.
 var quick = engine.Config{PrefillRate: 1e8, InterToken: time.Millisecond, CapacityTokens: 10_000_000, MaxRunning: 1000}
 
@@ -231,7 +217,7 @@ func agree(t *testing.T, where map[int]string, turns int, at *gateway) float64 {
 // sent them, within five seconds, and one that dies leaves nothing behind.
 func TestNewcomer(t *testing.T) {
 	r := newRedis(t)
-	fleet := newFleet(t, 8, quick)
+	fleet := harness.TestFleet(t, 8, quick)
 	gates := []*gateway{newGateway(t, fleet.Upstreams(), sharing(r)...), newGateway(t, fleet.Upstreams(), sharing(r)...)}
 	meet(t, gates)
 	where := make(map[int]string)
@@ -277,7 +263,7 @@ func (g *gateway) inFlight(t *testing.T) (n float64) {
 // alone.
 func TestTrouble(t *testing.T) {
 	r := newRedis(t)
-	fleet := newFleet(t, 4, quick)
+	fleet := harness.TestFleet(t, 4, quick)
 	gates := []*gateway{newGateway(t, fleet.Upstreams(), sharing(r)...), newGateway(t, fleet.Upstreams(), sharing(r)...)}
 	meet(t, gates)
 
@@ -361,7 +347,7 @@ func TestTrouble(t *testing.T) {
 // TestStrangers: a gateway with another block_size is ignored with one warning.
 func TestStrangers(t *testing.T) {
 	r := newRedis(t)
-	fleet := newFleet(t, 2, quick)
+	fleet := harness.TestFleet(t, 2, quick)
 	ours := newGateway(t, fleet.Upstreams(), sharing(r)...)
 	theirs := newGateway(t, fleet.Upstreams(), append(sharing(r), "block_size 512")...)
 	for i := range 20 {
@@ -398,7 +384,7 @@ func TestAsOne(t *testing.T) {
 	}
 	type outcome struct{ ttft, hit float64 }
 	play := func(gateways int, options ...string) outcome {
-		fleet := newFleet(t, 8, engine.Config{
+		fleet := harness.TestFleet(t, 8, engine.Config{
 			PrefillRate: prefillRate, InterToken: interToken, CapacityTokens: int(0.3 * float64(plan.UniqueTokens())),
 		})
 		var gates []*gateway

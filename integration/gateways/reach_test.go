@@ -49,7 +49,7 @@ func TestReach(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	fleet := newFleet(t, 4, quick)
+	fleet := harness.TestFleet(t, 4, quick)
 	for _, test := range []struct{ name, sync string }{
 		{"account/user of the fewest rights", secret.addr + " {\nusername caddy\npassword {env.SYNC_PASSWORD}\nstream_prefix other\n}"},
 		{"account/password alone", secret.addr + " {\npassword another\n}"},

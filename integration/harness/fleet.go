@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"testing"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
 )
@@ -31,6 +32,21 @@ func Engines(n int, cfg engine.Config) (Fleet, error) {
 		fleet = append(fleet, e)
 	}
 	return fleet, nil
+}
+
+// TestFleet starts engines as Engines does, and ends them when the test ends.
+func TestFleet(t *testing.T, n int, cfg engine.Config) Fleet {
+	t.Helper()
+	fleet, err := Engines(n, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := fleet.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return fleet
 }
 
 // Upstreams lists the engines' addresses as the arguments of reverse_proxy.
