@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"regexp"
 	"strconv"
+	"strings"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
@@ -24,15 +25,10 @@ func Unmarshal(d *caddyfile.Dispenser, c *selector.Config) error {
 	}
 	seen := make(map[string]bool)
 	for d.NextBlock(0) {
-		option := d.Val()
-		read, ok := options[option]
-		if !ok {
-			return d.Errf("unrecognized option '%s'", option)
+		read, err := readerOf(d, options, seen)
+		if err != nil {
+			return err
 		}
-		if seen[option] && option != "ignore" {
-			return d.Errf("%s already specified", option)
-		}
-		seen[option] = true
 		if err := read(d, c); err != nil {
 			return err
 		}
@@ -84,7 +80,9 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 			return err
 		}
 		if len(args) == 2 {
-			c.PollPath = args[1]
+			if c.PollPath = args[1]; c.PollPath == "" { // which means the default in JSON
+				return d.Err("invalid poll_path '': should begin with a slash")
+			}
 		}
 		return nil
 	},
@@ -211,10 +209,13 @@ func weight(d *caddyfile.Dispenser, c *selector.Config) error {
 
 // text reads the single argument of an option.
 func text(d *caddyfile.Dispenser, to *string) error {
-	if !d.NextArg() || d.Val() == "" {
+	option := d.Val()
+	if !d.NextArg() {
 		return d.ArgErr()
 	}
-	*to = d.Val()
+	if *to = d.Val(); strings.TrimSpace(*to) == "" {
+		return d.Errf("invalid %s '%s': should not be empty; leave the option out for its default", option, *to)
+	}
 	return only(d)
 }
 

@@ -30,33 +30,37 @@ func syncWith(d *caddyfile.Dispenser, c *selector.Config) error {
 	}
 	seen := make(map[string]bool)
 	for d.NextBlock(1) {
-		option := d.Val()
-		if seen[option] {
-			return d.Errf("%s already specified", option)
-		}
-		seen[option] = true
-		var err error
-		switch option {
-		case "username":
-			err = text(d, &r.Username)
-		case "password":
-			err = text(d, &r.Password)
-		case "db":
-			r.DB, err = database(d)
-		case "tls":
-			r.TLS = true
-			err = only(d)
-		case "stream_prefix":
-			err = text(d, &r.StreamPrefix)
-		default:
-			return d.Errf("unrecognized option '%s'", option)
-		}
+		read, err := readerOf(d, redisOptions, seen)
 		if err != nil {
+			return err
+		}
+		if err := read(d, r); err != nil {
 			return err
 		}
 	}
 	c.Sync = &selector.Sync{Redis: r}
 	return nil
+}
+
+// redisOptions holds the readers of the options of sync redis.
+var redisOptions = map[string]func(*caddyfile.Dispenser, *selector.Redis) error{
+	"username": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+		return text(d, &r.Username)
+	},
+	"password": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+		return text(d, &r.Password)
+	},
+	"db": func(d *caddyfile.Dispenser, r *selector.Redis) (err error) {
+		r.DB, err = database(d)
+		return err
+	},
+	"tls": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+		r.TLS = true
+		return only(d)
+	},
+	"stream_prefix": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+		return text(d, &r.StreamPrefix)
+	},
 }
 
 func database(d *caddyfile.Dispenser) (int, error) {

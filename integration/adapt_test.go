@@ -68,15 +68,39 @@ func TestAdaptFixtures(t *testing.T) {
 	}
 }
 
-// Each mistake must be told with the option's name and line: here always line 4.
+// Each mistake must be told with the option's name and its line: the last one
+// that does not close a block.
 func TestAdaptErrors(t *testing.T) {
 	for _, test := range []struct{ name, option, want string }{
-		{"unknown/option", "bogus", "unrecognized option 'bogus'"},
+		{"unknown/option", "bogus", "unrecognized option 'bogus': the options are affinity_weight, block_size, cached_tokens_header,"},
+		{"unknown/misspelt", "sesion_header X-Id", "unrecognized option 'sesion_header': did you mean 'session_header'? the options are"},
+		{"unknown/hyphen", "block-size 256", "did you mean 'block_size'?"},
+		{"unknown/sync-misspelt", "seed s\nsync redis 10.0.0.9 {\n\tstream-prefix x\n}", "unrecognized option 'stream-prefix': did you mean 'stream_prefix'? the options are db, password, stream_prefix, tls, username"},
 		{"unknown/fallback", "fallback nosuch", "http.reverse_proxy.selection_policies.nosuch"},
 		{"value/fallback-itself", "fallback prefix_affinity", "invalid fallback 'prefix_affinity'"},
 		{"value/scope", "scope Authorization", "invalid scope 'Authorization'"},
 		{"value/scope-not-closed", "scope {http.request.header.X", "a brace has no counterpart"},
 		{"value/sync-url", "seed s\nsync redis redis://10.0.0.9:6379", "should be host or host:port"},
+		{"value/sync-port", "seed s\nsync redis 10.0.0.9:redis", "invalid address '10.0.0.9:redis' of sync"},
+		{"empty/sync-address", "seed s\nsync redis \"\"", "invalid address '' of sync"},
+		{"empty/sync-password", "seed s\nsync redis 10.0.0.9 {\n\tpassword \"\"\n}", "invalid password ''"},
+		{"empty/sync-stream_prefix", "seed s\nsync redis 10.0.0.9 {\n\tstream_prefix \" \"\n}", "invalid stream_prefix ' '"},
+		{"empty/session_header", `session_header X-Ok ""`, "invalid session_header ''"},
+		{"empty/cached_tokens_header", `cached_tokens_header ""`, "invalid cached_tokens_header ''"},
+		{"empty/queue_depth_header", `queue_depth_header ""`, "invalid queue_depth_header ''"},
+		{"empty/scope", `scope ""`, "invalid scope ''"},
+		{"empty/seed", `seed ""`, "invalid seed ''"},
+		{"empty/seed-blank", `seed " "`, "invalid seed ' '"},
+		{"empty/ignore", `ignore ""`, "invalid ignore ''"},
+		{"empty/orca", `orca ""`, "invalid orca ''"},
+		{"empty/poll-path", `poll 1s ""`, "invalid poll_path ''"},
+		{"empty/block_size", `block_size ""`, "invalid block_size ''"},
+		{"empty/snapshot", `snapshot ""`, "invalid snapshot ''"},
+		{"empty/drain", `drain a:1 ""`, "invalid drain ''"},
+		{"value/drain-url", "drain http://a:1", "invalid drain 'http://a:1': should be the address of an upstream, as host:port"},
+		{"value/drain-no-port", "drain a", "invalid drain 'a'"},
+		{"value/drain-list", "drain a:1,b:1", "invalid drain 'a:1,b:1'"},
+		{"value/drain-range", "drain a:1-2", "invalid drain 'a:1-2'"},
 		{"repeated/fallback", "fallback random\nfallback first", "fallback already specified"},
 		{"repeated/block_size", "block_size 256\nblock_size 256", "block_size already specified"},
 		{"repeated/orca", "orca\norca", "orca already specified"},
@@ -137,12 +161,20 @@ func TestAdaptErrors(t *testing.T) {
 			if err == nil {
 				t.Fatal("adapted without an error")
 			}
+			if lines[len(lines)-1] == "}" {
+				lines = lines[:len(lines)-1]
+			}
 			line := "Caddyfile:" + string(rune('0'+3+len(lines)))
 			if !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), line) {
 				t.Errorf("got %q, want it to name %q and %q", err, test.want, line)
 			}
 		})
 	}
+	t.Run("none/drain", func(t *testing.T) { // what an upstream can be called
+		if _, err := adapt(t, ":80\nreverse_proxy a:1 unix//run/b {env.C} {\n\tlb_policy prefix_affinity {\n\t\tdrain a:1 [::1]:8000 :8000 unix//run/b {env.C}\n\t}\n}\n"); err != nil {
+			t.Error(err)
+		}
+	})
 	t.Run("extra/policy", func(t *testing.T) {
 		if _, err := adapt(t, ":80\nreverse_proxy a:1 {\n\tlb_policy prefix_affinity x\n}\n"); err == nil || !strings.Contains(err.Error(), "Caddyfile:3") {
 			t.Errorf("got %v", err)

@@ -297,15 +297,27 @@ func TestDrain(t *testing.T) {
 	}
 }
 
-// A drain that names no upstream is a mistake that would cut somebody off.
-func TestDrainOfNoUpstream(t *testing.T) {
+// A mistake that shows only when a configuration is loaded, where no line of a
+// Caddyfile is known, names the reverse_proxy that it is in.
+func TestLoadErrors(t *testing.T) {
 	fleet := harness.TestFleet(t, 2, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
-	for _, drain := range []string{"1.2.3.4:1", "localhost:1", fleet[0].Addr() + "," + fleet[1].Addr()} {
-		err := s.Reload(s.file(proxyTo(fleet.Upstreams(), policy("drain "+drain))))
-		if err == nil || !strings.Contains(err.Error(), "invalid drain '"+drain+"'") {
-			t.Errorf("drain %s: %v", drain, err)
-		}
+	in := ", in reverse_proxy " + fleet.Upstreams()
+	for _, test := range []struct{ name, option, want string }{
+		{"drain/other", "drain 1.2.3.4:1", "invalid drain '1.2.3.4:1': should be one of the upstreams "},
+		{"drain/name", "drain localhost:1", "invalid drain 'localhost:1': should be one of the upstreams "},
+		{"seed/not set", "seed {env.PREFIX_AFFINITY_NOT_SET}", "seed '{env.PREFIX_AFFINITY_NOT_SET}' is empty: set what it refers to"},
+		{"seed/misspelt", "seed {enw.SEED}", "seed '{enw.SEED}' is empty"},
+		{"sync/password", "seed s\n\t\t\tsync redis 127.0.0.1:1 {\n\t\t\t\tpassword {env.PREFIX_AFFINITY_NOT_SET}\n\t\t\t}", "password '{env.PREFIX_AFFINITY_NOT_SET}' of sync is empty: set what it refers to"},
+		{"sync/address", "seed s\n\t\t\tsync redis {env.PREFIX_AFFINITY_URL}", "invalid address '{env.PREFIX_AFFINITY_URL}' of sync: what it refers to should be host or host:port"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Setenv("PREFIX_AFFINITY_URL", "redis://:sesame@127.0.0.1:1")
+			err := s.Reload(s.file(proxyTo(fleet.Upstreams(), policy(test.option))))
+			if err == nil || !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), in) || strings.Contains(err.Error(), "sesame") {
+				t.Errorf("got %q, want it to say %q%s", err, test.want, in)
+			}
+		})
 	}
 }
 

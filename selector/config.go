@@ -127,8 +127,8 @@ type Config struct {
 	// Default is 2,097,152.
 	IndexSize int `json:"index_size,omitempty"`
 
-	// Upstreams, by address, that get no new prefixes: conversations that they
-	// hold stay until they end or drain_timeout has passed. For draining without
+	// Upstreams, by address as host:port, that get no new prefixes: conversations
+	// that they hold stay until they end or drain_timeout has passed. For draining without
 	// a change of the configuration use the admin API.
 	Drain []string `json:"drain,omitempty"`
 
@@ -234,14 +234,19 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid scope '%s': a brace has no counterpart, so that all tenants would share; should be a placeholder such as {http.request.header.Authorization}", c.Scope)
 	}
 	for option, names := range map[string][]string{
-		"cached_tokens_header": {c.CachedTokensHeader},
-		"queue_depth_header":   {c.QueueDepthHeader},
+		"cached_tokens_header": given(c.CachedTokensHeader),
+		"queue_depth_header":   given(c.QueueDepthHeader),
 		"session_header":       c.SessionHeaders,
 	} {
 		for _, name := range names {
-			if name != "" && !httpguts.ValidHeaderFieldName(name) {
+			if !httpguts.ValidHeaderFieldName(name) {
 				return fmt.Errorf("invalid %s '%s': should be the name of a header", option, name)
 			}
+		}
+	}
+	for _, upstream := range c.Drain {
+		if !dialable(upstream) {
+			return fmt.Errorf("invalid drain '%s': should be the address of an upstream, as host:port", upstream)
 		}
 	}
 	for _, expr := range c.Ignore {
@@ -252,6 +257,27 @@ func (c Config) Validate() error {
 		}
 	}
 	return nil
+}
+
+// given returns the value of an option, unless it is left out.
+func given(value string) []string {
+	if value == "" {
+		return nil
+	}
+	return []string{value}
+}
+
+// dialable reports whether an upstream can have an address: what is written as a
+// placeholder can.
+func dialable(address string) bool {
+	if strings.Contains(address, "{") {
+		return true
+	}
+	parsed, err := caddy.ParseNetworkAddress(address)
+	if err != nil || strings.Contains(address, "://") {
+		return false
+	}
+	return parsed.IsUnixNetwork() || parsed.IsFdNetwork() || parsed.StartPort > 0 && parsed.PortRangeSize() == 1
 }
 
 // balanced reports whether each brace of a text has its counterpart.

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -47,12 +48,7 @@ type observer struct {
 // provisioned. Where there is none (another module embeds the policy), it
 // returns nil, and the policy routes without learning from answers.
 func observe(ctx caddy.Context, p *Policy) (*observer, error) {
-	var handler *reverseproxy.Handler
-	for _, module := range ctx.Modules() { // the last is the nearest
-		if h, ok := module.(*reverseproxy.Handler); ok {
-			handler = h
-		}
-	}
+	handler := handlerAround(ctx)
 	if handler == nil {
 		p.logger.Warn("no reverse_proxy handler around this policy: it can't learn from responses")
 		return nil, nil
@@ -72,14 +68,46 @@ func observe(ctx caddy.Context, p *Policy) (*observer, error) {
 	return o, nil
 }
 
+// handlerAround returns the reverse_proxy handler that a module is provisioned
+// in, or nil.
+func handlerAround(ctx caddy.Context) (handler *reverseproxy.Handler) {
+	for _, module := range ctx.Modules() { // the last is the nearest
+		if h, ok := module.(*reverseproxy.Handler); ok {
+			handler = h
+		}
+	}
+	return handler
+}
+
+// describe names a handler as its configuration does. Where it is, Caddy doesn't
+// say before all is loaded.
+func describe(handler *reverseproxy.Handler) string {
+	switch {
+	case handler == nil:
+		return "a policy without reverse_proxy"
+	case len(handler.Upstreams) == 0:
+		return "reverse_proxy with dynamic upstreams"
+	}
+	const most = 4
+	dials := dialsOf(handler)
+	if n := len(dials); n > most {
+		dials = append(dials[:most:most], fmt.Sprintf("and %d more", n-most))
+	}
+	return "reverse_proxy " + strings.Join(dials, " ")
+}
+
 // dials returns the addresses of the handler's upstreams, as far as its
 // configuration names them.
 func (o *observer) dials() []string {
 	if o == nil {
 		return nil
 	}
-	dials := make([]string, 0, len(o.handler.Upstreams))
-	for _, up := range o.handler.Upstreams {
+	return dialsOf(o.handler)
+}
+
+func dialsOf(handler *reverseproxy.Handler) []string {
+	dials := make([]string, 0, len(handler.Upstreams))
+	for _, up := range handler.Upstreams {
 		dials = append(dials, up.Dial)
 	}
 	return dials

@@ -48,6 +48,14 @@ type Policy struct {
 // Provision makes a policy from its configuration and lets it see the responses
 // of the reverse_proxy handler that it belongs to.
 func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
+	p, err := provision(ctx, config)
+	if err != nil { // a Caddyfile's line is not known any more
+		return nil, fmt.Errorf("%w, in %s", err, describe(handlerAround(ctx)))
+	}
+	return p, nil
+}
+
+func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	p := &Policy{config: config.withDefaults(), logger: ctx.Logger()}
 	p.rule = affinity.Rule{
 		MinMatchTokens: p.config.MinMatch,

@@ -6,7 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2"
@@ -66,8 +66,6 @@ func (s *Sync) validate() error {
 		return nil
 	case s.Redis == nil || len(s.Redis.Addresses) == 0:
 		return errors.New("invalid sync: should be redis with an address")
-	case slices.ContainsFunc(s.Redis.Addresses, func(a string) bool { return strings.Contains(a, "://") }):
-		return fmt.Errorf("invalid address '%s' of sync: should be host or host:port, with the rest in options", strings.Join(s.Redis.Addresses, " "))
 	case s.Redis.DB < 0:
 		return fmt.Errorf("invalid db '%d': should be the number of a database", s.Redis.DB)
 	case s.Redis.DB > 0 && len(s.Redis.Addresses) > 1:
@@ -75,7 +73,33 @@ func (s *Sync) validate() error {
 	case s.Redis.Username != "" && s.Redis.Password == "":
 		return fmt.Errorf("username '%s' has no password", s.Redis.Username)
 	}
+	for _, address := range s.Redis.Addresses {
+		if strings.Contains(address, "{") {
+			continue
+		}
+		if _, err := redisAddresses(address); err != nil {
+			return err
+		}
+	}
 	return nil
+}
+
+// redisAddresses returns the addresses in a text, with their ports.
+func redisAddresses(text string) (all []string, err error) {
+	for one := range strings.FieldsSeq(text) {
+		host, port, err := net.SplitHostPort(one)
+		if err != nil {
+			host, port = strings.Trim(one, "[]"), redisPort
+		}
+		if _, err := strconv.ParseUint(port, 10, 16); err != nil || host == "" || strings.Contains(host, "/") {
+			return nil, fmt.Errorf("invalid address '%s' of sync: should be host or host:port, with the rest in options", one)
+		}
+		all = append(all, net.JoinHostPort(host, port))
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("invalid address '%s' of sync: should be host or host:port", text)
+	}
+	return all, nil
 }
 
 // Complete reports an option that lacks what it needs.
@@ -100,12 +124,11 @@ func (r *Redis) resolve() (o share.Options, err error) {
 		return resolved
 	}
 	for _, address := range r.Addresses {
-		for one := range strings.FieldsSeq(text("address", address)) {
-			if _, _, err := net.SplitHostPort(one); err != nil {
-				one = net.JoinHostPort(strings.Trim(one, "[]"), redisPort)
-			}
-			o.Addresses = append(o.Addresses, one)
+		addresses, wrong := redisAddresses(text("address", address))
+		if wrong != nil && err == nil { // what it refers to may have a password in it
+			err = fmt.Errorf("invalid address '%s' of sync: what it refers to should be host or host:port", address)
 		}
+		o.Addresses = append(o.Addresses, addresses...)
 	}
 	o.Username, o.Password = text("username", r.Username), text("password", r.Password)
 	o.DB, o.TLS = r.DB, r.TLS
