@@ -16,10 +16,8 @@ const (
 	unkeyedLeast = 10
 )
 
-var noticed notices
-
-// notices tell the operator once what keeps the policy from working well. There
-// is one for the process, so that a reload doesn't repeat them.
+// notices tell the operator once what keeps a policy from working well: once for
+// each configuration, so that a mistake made again is told again.
 type notices struct {
 	lastKeyed atomic.Int64 // Unix nanoseconds; of the first body before any was keyed
 	unkeyed   atomic.Int64 // bodies since then

@@ -1,9 +1,13 @@
 package selector
 
 import (
+	"context"
+	"net/http"
+	"net/http/httptest"
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	zapobserver "go.uber.org/zap/zaptest/observer"
@@ -37,6 +41,25 @@ func TestUnkeyedBodiesAreNoticedOnce(t *testing.T) {
 				t.Errorf("%d warnings, want %d: %v", logs.Len(), test.want, logs.All())
 			}
 		})
+	}
+}
+
+// A scope that nothing resolves is told once by each policy, so that another
+// site, or a configuration that has the mistake again, is heard of too.
+func TestUnknownScopeIsNoticedByEachPolicy(t *testing.T) {
+	logger, logs := observed()
+	for policies := range 2 {
+		p := &Policy{config: Config{Scope: "{nosuch}"}, logger: logger}
+		for range 3 {
+			ctx := context.WithValue(t.Context(), caddy.ReplacerCtxKey, caddy.NewReplacer())
+			q := &request{policy: p, r: httptest.NewRequestWithContext(ctx, http.MethodPost, "/", nil)}
+			if q.resolveScope() {
+				t.Fatal("resolved")
+			}
+		}
+		if logs.Len() != policies+1 {
+			t.Errorf("%d entries after %d policies: %v", logs.Len(), policies+1, logs.All())
+		}
 	}
 }
 

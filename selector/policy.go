@@ -42,6 +42,7 @@ type Policy struct {
 	serves   atomic.Bool // it had a request; kept by the keeper
 	poller   *poller     // nil: the engines' metrics are not read
 	observer *observer
+	notices  notices
 	logger   *zap.Logger
 }
 

@@ -100,7 +100,7 @@ func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 	}
 	q.before, q.trail.newest = q.trail.newest, q
 	q.readKey()
-	noticed.body(p.logger, q.cause, time.Now())
+	p.notices.body(p.logger, q.cause, time.Now())
 	if q.cause != keyed {
 		metrics.withoutKey(q.cause)
 	}
@@ -170,7 +170,7 @@ func (q *request) resolveScope() bool {
 	var err error
 	q.scope, err = repl.ReplaceOrErr(scope, false, true)
 	if err != nil {
-		noticed.scope(q.policy.logger, scope)
+		q.policy.notices.scope(q.policy.logger, scope)
 	}
 	return err == nil
 }
