@@ -351,10 +351,26 @@ func TestCommand(t *testing.T) {
 	if err != nil || json.Unmarshal([]byte(out), &list) != nil || len(list) < 2 {
 		t.Errorf("%v: %s", err, out)
 	}
-	for _, args := range [][]string{{"drain", "nobody:1"}, {"lookup", file + ".missing"}, {"drain"}, {"nonsense"}} {
-		if out, err := s.caddy(t, append([]string{"prefix-affinity"}, args...)...); err == nil {
-			t.Errorf("%v succeeded: %s", args, out)
+	if out, err := s.caddy(t, "prefix-affinity", "drain", fleet[1-at].Addr()); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+	// What the API says of its requests is said in the words of the command line.
+	for _, test := range []struct{ args, want string }{
+		{"drain " + holder, "upstream '" + holder + "' is the last one that is not drained: add --force to drain it all the same"},
+		{"drain nobody:1", "unknown upstream 'nobody:1': use an address of caddy prefix-affinity status"},
+		{"drain ", "invalid upstream '': should be one address"},
+		{"undrain " + holder, "upstream '" + holder + "' is not drained"},
+		{"lookup " + file + ".missing", "no such file"},
+		{"drain", "accepts 1 arg"},
+		{"nonsense", "unknown subcommand 'nonsense'"},
+	} {
+		out, err := s.caddy(t, append([]string{"prefix-affinity"}, strings.Split(test.args, " ")...)...)
+		if err == nil || !strings.Contains(out, test.want) || strings.Contains(out, "HTTP") || strings.Contains(out, "{") || strings.Contains(out, "=") {
+			t.Errorf("%s: %v, want %q: %s", test.args, err, test.want, out)
 		}
+	}
+	if out, err := s.caddy(t, "prefix-affinity", "drain", "--force", holder); err != nil {
+		t.Errorf("%v: %s", err, out)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -75,6 +76,13 @@ func (adminAPI) Routes() []caddy.AdminRoute {
 		route("forget", http.MethodPost, forget),
 	}
 }
+
+// What to do, in the words of a request; a command has others.
+const (
+	useForce = "add &force=true"
+	useList  = "use an address of GET /prefix_affinity/upstreams"
+	useQuery = "should be one, ?upstream=<address>"
+)
 
 func apiError(status int, format string, args ...any) error {
 	return caddy.APIError{HTTPStatus: status, Err: fmt.Errorf(format, args...)}
@@ -328,17 +336,17 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 // named returns the upstream that a request speaks of.
 func named(r *http.Request) (string, *affinity.Replica, error) {
 	given := r.URL.Query()["upstream"]
-	if len(given) != 1 || given[0] == "" {
-		return "", nil, apiError(http.StatusBadRequest, "%d upstreams given: should be one, ?upstream=<address>", len(given))
+	upstream := strings.Join(given, " ")
+	if len(given) != 1 || upstream == "" {
+		return "", nil, apiError(http.StatusBadRequest, "invalid upstream '%s': %s", upstream, useQuery)
 	}
-	upstream := given[0]
 	fleet := currentFleet()
 	if fleet == nil {
 		return "", nil, apiError(http.StatusNotFound, "no prefix_affinity policy is configured")
 	}
 	replica := fleet.Find(upstream)
 	if replica == nil && !configured(upstream) {
-		return "", nil, apiError(http.StatusNotFound, "unknown upstream '%s': use an address of GET /prefix_affinity/upstreams", upstream)
+		return "", nil, apiError(http.StatusNotFound, "unknown upstream '%s': %s", upstream, useList)
 	}
 	return upstream, replica, nil
 }
@@ -364,7 +372,7 @@ func drain(r *http.Request) (any, error) {
 	if r.URL.Query().Get("force") != "true" {
 		for _, p := range livePolicies() {
 			if p.lastOne(upstream) {
-				return nil, apiError(http.StatusConflict, "upstream '%s' is the last one that is not drained: add &force=true to drain it all the same", upstream)
+				return nil, apiError(http.StatusConflict, "upstream '%s' is the last one that is not drained: %s to drain it all the same", upstream, useForce)
 			}
 		}
 	}

@@ -169,7 +169,7 @@ func (c client) show(method, route string, query url.Values, header http.Header,
 	}
 	res, err := caddycmd.AdminAPIRequest(c.address, method, uri, header, body)
 	if err != nil {
-		return err
+		return inFlags(err)
 	}
 	answer, err := io.ReadAll(res.Body)
 	if err := errors.Join(err, res.Body.Close()); err != nil {
@@ -180,6 +180,27 @@ func (c client) show(method, route string, query url.Values, header http.Header,
 		return err
 	}
 	return pretty(c.out, answer)
+}
+
+// flagFor has what a command line says instead of what the API says of its own
+// requests.
+var flagFor = strings.NewReplacer(
+	useForce, "add --force",
+	useList, "use an address of caddy prefix-affinity status",
+	useQuery, "should be one address",
+)
+
+// inFlags returns the error of a request as a command line's. Where it is not the
+// API's, it stays.
+func inFlags(err error) error {
+	var refusal struct {
+		Error string `json:"error"`
+	}
+	at := strings.IndexByte(err.Error(), '{')
+	if at < 0 || json.Unmarshal([]byte(err.Error()[at:]), &refusal) != nil || refusal.Error == "" {
+		return err
+	}
+	return errors.New(flagFor.Replace(refusal.Error))
 }
 
 func printStatus(w io.Writer, answer []byte) error {
