@@ -53,6 +53,7 @@ func (s *site) admin(t *testing.T, method, path, body string, to any) int {
 
 type upstream struct {
 	Address              string         `json:"address"`
+	CountedSince         time.Time      `json:"counted_since"`
 	Requests             int            `json:"requests"`
 	Reasons              map[string]int `json:"reasons"`
 	PromptTokens         float64        `json:"prompt_tokens"`
@@ -125,6 +126,7 @@ func (s *site) conversation(t *testing.T, fleet []*engine.Engine, name string, t
 var fast = engine.Config{PrefillRate: 1e6, InterToken: 100 * time.Microsecond, OutputTokens: 2}
 
 func TestAdminAPI(t *testing.T) {
+	begun := time.Now()
 	fleet := harness.TestFleet(t, 3, fast)
 	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity")
 	at := s.conversation(t, fleet, "anna", 4)
@@ -135,6 +137,9 @@ func TestAdminAPI(t *testing.T) {
 
 	t.Run("upstreams", func(t *testing.T) {
 		u := s.upstreams(t, holder)[0]
+		if u.CountedSince.IsZero() || u.CountedSince.After(begun) {
+			t.Errorf("counted since %v, which is after %v", u.CountedSince, begun)
+		}
 		if u.Requests != 4 || u.Reasons["cold"] != 1 || u.Reasons["affinity"] != 3 {
 			t.Errorf("%d requests, reasons %v", u.Requests, u.Reasons)
 		}
@@ -331,8 +336,8 @@ func TestCommand(t *testing.T) {
 	holder := fleet[at].Addr()
 	stats := fleet[at].Stats()
 	ratio := fmt.Sprintf("%.1f %%", 100*stats.HitRatio())
-	if out, err := s.caddy(t, "prefix-affinity", "status"); err != nil || !strings.Contains(out, holder) || !strings.Contains(out, ratio) {
-		t.Errorf("%v, want a hit ratio of %s: %s", err, ratio, out)
+	if out, err := s.caddy(t, "prefix-affinity", "status"); err != nil || !strings.Contains(out, holder) || !strings.Contains(out, ratio) || !strings.Contains(out, "counted since 20") {
+		t.Errorf("%v, want a hit ratio of %s and since when: %s", err, ratio, out)
 	}
 	file := t.TempDir() + "/body.json"
 	if err := os.WriteFile(file, []byte(chat(true, words("anna asks 0", 3000), "aha", "next")), 0o600); err != nil {

@@ -116,7 +116,8 @@ func livePolicies() []*Policy {
 type upstreamState struct {
 	Address string `json:"address"`
 
-	// Since Caddy started, as in the metrics.
+	// Since Caddy started, or forgot an upstream, as in the metrics.
+	CountedSince         time.Time        `json:"counted_since"`
 	Requests             int64            `json:"requests"`
 	Reasons              map[string]int64 `json:"reasons"`
 	PromptTokens         float64          `json:"prompt_tokens"`
@@ -199,6 +200,7 @@ func listUpstreams(*http.Request) (any, error) {
 
 // count takes the figures of an upstream's series over.
 func (u *upstreamState) count(s *upstreamSeries) {
+	u.CountedSince = s.since
 	u.Reasons = make(map[string]int64, len(reasons))
 	for _, reason := range reasons {
 		n := int64(counted(s.decisions[reason]))

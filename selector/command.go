@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"syscall"
 	"text/tabwriter"
@@ -222,7 +223,12 @@ func printStatus(w io.Writer, answer []byte) error {
 		fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%.0f\t%s\t%s\t%d\t%s\n", u.Address, u.Requests, u.hitRatio(), u.PendingRequests, u.PendingPrefillTokens,
 			known(u.CacheCapacityTokens, "%d"), known(u.PrefillTokensPerSecond, "%.0f/s"), u.Generation, drain)
 	}
-	return t.Flush()
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	since := slices.MinFunc(upstreams, func(a, b upstreamState) int { return a.CountedSince.Compare(b.CountedSince) }).CountedSince
+	_, err := fmt.Fprintf(w, "Requests and hit ratios are counted since %s.\n", since.Local().Format(time.DateTime))
+	return err
 }
 
 // hitRatio is the share of the prompt tokens that the upstream found in its

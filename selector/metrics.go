@@ -50,10 +50,12 @@ type metricSet struct {
 
 	mu     sync.RWMutex
 	series map[string]*upstreamSeries
+	since  time.Time // from when on a new upstream's requests are all counted
 }
 
 // upstreamSeries are the series of one upstream, looked up once.
 type upstreamSeries struct {
+	since                                                     time.Time // when they were at 0
 	decisions                                                 [len(reasons)]prometheus.Counter
 	promptTokens, matchedTokens, cachedTokens, reportedTokens prometheus.Counter
 	shadowMatchedTokens                                       prometheus.Counter
@@ -89,6 +91,7 @@ func newMetricSet() *metricSet {
 		gauges:  newFleetGauges(ns, sub),
 		sync:    newSyncMetrics(ns, sub),
 		series:  make(map[string]*upstreamSeries),
+		since:   time.Now(),
 	}
 }
 
@@ -125,6 +128,7 @@ func (m *metricSet) of(upstream string) *upstreamSeries {
 		}
 	}
 	s = &upstreamSeries{
+		since:               m.since,
 		promptTokens:        m.promptTokens.WithLabelValues(upstream),
 		matchedTokens:       m.matchedTokens.WithLabelValues(upstream),
 		cachedTokens:        m.cachedTokens.WithLabelValues(upstream),
@@ -149,6 +153,7 @@ func (m *metricSet) forget(known func(upstream string) bool) {
 			continue
 		}
 		delete(m.series, upstream)
+		m.since = time.Now()
 		labels := prometheus.Labels{"upstream": upstream}
 		m.decisions.DeletePartialMatch(labels)
 		m.promptTokens.DeletePartialMatch(labels)

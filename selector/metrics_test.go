@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -53,5 +54,23 @@ func TestSeriesAreBounded(t *testing.T) {
 	upstreams = upstreamsOf(t, registry)
 	if len(upstreams) != 2 || upstreams["10.0.0.7:8000"] == 0 {
 		t.Errorf("series of %v are left", upstreams)
+	}
+}
+
+// What is counted of an upstream is counted since the start, or since it was
+// forgotten.
+func TestCountedSince(t *testing.T) {
+	m := newMetricSet()
+	first := m.of("10.0.0.1:8000").since
+	if since := m.of("10.0.0.2:8000").since; !since.Equal(first) || first.IsZero() {
+		t.Errorf("counted since %v and %v", first, since)
+	}
+	time.Sleep(time.Millisecond)
+	m.forget(func(upstream string) bool { return upstream == "10.0.0.1:8000" })
+	if since := m.of("10.0.0.1:8000").since; !since.Equal(first) {
+		t.Errorf("one that was not forgotten: counted since %v, was %v", since, first)
+	}
+	if since := m.of("10.0.0.2:8000").since; !since.After(first) {
+		t.Errorf("one that was forgotten: counted since %v, as before", since)
 	}
 }

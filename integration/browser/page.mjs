@@ -116,6 +116,7 @@ async function updates(page) {
 	await page.waitForFunction(() => /\d %/.test(document.querySelector("#tiles .figure").textContent));
 	await page.waitForFunction(() => /affinity [1-9]/.test(document.querySelector("#legend").innerText));
 	await page.locator("tbody td", { hasText: "% in use" }).first().waitFor(); // from the engines' own metrics
+	assert.match(await page.locator("#replicas caption").textContent(), /Caddy counts since \d\d:\d\d\./);
 }
 
 // Everything can be reached by keyboard, and seen to be.
