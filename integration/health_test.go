@@ -64,6 +64,35 @@ func TestUnavailableHolderIsPassedOver(t *testing.T) {
 	}
 }
 
+// Without health checks nobody knows that a holder is dead but by the attempts
+// that fail. What they send elsewhere, be it a retry or the requests of the next
+// seconds, does not go there for load.
+func TestDeadHolderWithoutHealthChecks(t *testing.T) {
+	fleet := harness.TestFleet(t, 2, quick)
+	s := newSite(t, fleet.Upstreams(), policy()+"lb_retries 1\n\t\tlb_retry_match {\n\t\t\tmethod POST\n\t\t}")
+	long := chat(false, words("long", 40_000))
+	holder := s.ask(t, long).upstream
+	var short []string // held there too
+	for i := 0; len(short) < 3; i++ {
+		body := chat(false, words(fmt.Sprintf("short %d", i), 4000))
+		if s.ask(t, body).upstream == holder {
+			short = append(short, body)
+		}
+	}
+	for _, e := range fleet {
+		if e.Addr() == holder {
+			if err := e.SetFaults(engine.Faults{Refuse: true}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for i, body := range append([]string{long}, short...) {
+		if d := s.ask(t, body); d.upstream == holder || d.reason != "unhealthy" {
+			t.Errorf("request %d: %+v", i, d)
+		}
+	}
+}
+
 // Upstreams at their limit (unhealthy_request_count) are passed over.
 func TestFullHolderIsPassedOver(t *testing.T) {
 	g := newGates(t, 3)

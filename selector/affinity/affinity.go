@@ -74,7 +74,7 @@ type Reason uint8
 const (
 	Affinity  Reason = iota // it holds the longest match
 	Overflow                // a longer match was passed over because of load
-	Unhealthy               // the longest match is on a replica that is not available
+	Unhealthy               // the longest match is on a replica that is not available, or whose connections failed lately
 	Cold                    // nobody has a match worth following
 	NoKey                   // the request has no prompt to go by
 	Session                 // the client's session or the response it refers to is there

@@ -187,7 +187,7 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	}
 	l.leave(a)
 	if o == Lost || o == Refused {
-		l.punish(a.prompt, now, retryAfter)
+		l.punish(a.prompt, o == Lost, now, retryAfter)
 	}
 	r.fleet.mu.Unlock()
 

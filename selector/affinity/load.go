@@ -62,9 +62,11 @@ type load struct {
 	used      time.Time // when it was last a candidate
 }
 
-// penalty is the work of a request that a replica refused.
+// penalty is the work of a request that a replica refused, or whose connection
+// failed.
 type penalty struct {
 	tokens float64
+	failed float64 // of them, where the connection did
 	until  time.Time
 }
 
@@ -131,15 +133,20 @@ func (l *load) leave(a *Attempt) {
 	}
 }
 
-// punish lets a refused request count as work.
-func (l *load) punish(tokens float64, now time.Time, d time.Duration) {
+// punish lets a request that was refused, or whose connection failed, count as
+// work.
+func (l *load) punish(tokens float64, failed bool, now time.Time, d time.Duration) {
 	if d <= 0 {
 		d = penaltyTime
 	}
-	p := penalty{tokens, now.Add(d)}
+	p := penalty{tokens: tokens, until: now.Add(d)}
+	if failed {
+		p.failed = tokens
+	}
 	if n := len(l.penalties); n == penalties {
 		last := &l.penalties[n-1]
 		p.tokens += last.tokens
+		p.failed += last.failed
 		if last.until.After(p.until) {
 			p.until = last.until
 		}
@@ -258,6 +265,15 @@ func (l *load) pending(g *group, now time.Time) float64 {
 	}
 	l.penalties = kept
 	return work + l.foreign(g, now)
+}
+
+// failed is what of the work pending is there only because connections failed.
+// It follows pending, which drops what is over.
+func (l *load) failed() (work float64) {
+	for _, p := range l.penalties {
+		work += p.failed
+	}
+	return work
 }
 
 // filled is the uncached work given lately, decayed over one capacity.

@@ -251,6 +251,45 @@ func TestReasons(t *testing.T) {
 			t.Errorf("%+v", c)
 		}
 	})
+	t.Run("unhealthy/a shorter match is passed over for load", func(t *testing.T) {
+		x := newFixture(3)
+		x.index.Route(x.now, prompt, x.cands[:1], &x.rule, nil)
+		x.index.Route(x.now, keyOf(series(1, 10)...), x.cands[1:2], &x.rule, nil)
+		for i := range 40 {
+			x.index.Route(x.now, keyOf(series(i+2, 100)...), x.cands[1:2], &x.rule, nil)
+		}
+		x.cands[0].State = Failed
+		if c, _ := x.route(prompt); c.Candidate != 2 || c.Reason != Unhealthy || c.Holder != 0 {
+			t.Errorf("%+v", c)
+		}
+	})
+	// A failed connection counts as work for a while, but work it is not.
+	for _, test := range []struct {
+		name    string
+		outcome Outcome
+		queued  int // requests that wait there too
+		want    Reason
+	}{
+		{"unhealthy/connection failed lately", Lost, 0, Unhealthy},
+		{"overflow/connection failed lately, too much to do as well", Lost, 40, Overflow},
+		{"overflow/refused lately", Refused, 0, Overflow},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			x := newFixture(2)
+			at := x.serve(prompt).Candidate
+			holder := x.cands[at : at+1]
+			for i := range test.queued {
+				x.index.Route(x.now, keyOf(series(i+100, 100)...), holder, &x.rule, nil)
+			}
+			for i := range 2 {
+				_, a := x.index.Route(x.now, keyOf(series(i+2, 100)...), holder, &x.rule, nil)
+				a.Finish(x.now, test.outcome, 0)
+			}
+			if c, _ := x.route(prompt); c.Candidate == at || c.Reason != test.want || c.Holder != at {
+				t.Errorf("%+v", c)
+			}
+		})
+	}
 	t.Run("none", func(t *testing.T) {
 		x := newFixture(2)
 		x.cands[0].State, x.cands[1].State = Unavailable, Unavailable

@@ -33,6 +33,7 @@ type view struct {
 	matched  uint32  // bytes of it believed cached
 	queue    float64 // requests before their first output
 	cost     float64
+	failed   float64 // of it, what requests count whose connections failed lately
 }
 
 // weigh sets what the request would cost on each usable candidate:
@@ -100,6 +101,7 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 		}
 		v.cost = (l.pending(g, now)+(alpha+alphaGiven*given)*fresh)/l.pace(g) +
 			beta*l.prompt + gamma*float64(v.inFlight)
+		v.failed = l.failed() / l.pace(g)
 	}
 }
 
@@ -243,16 +245,20 @@ func reason(views []view, c, holder int, minMatch uint32) Reason {
 	if views[c].matched >= minMatch && views[c].matched+minMatch > views[holder].matched {
 		return Affinity
 	}
-	var usable uint32
+	best := c
 	for i := range views {
-		if views[i].usable {
-			usable = max(usable, views[i].matched)
+		if views[i].usable && views[i].matched > views[best].matched {
+			best = i
 		}
 	}
-	if usable >= minMatch && usable >= views[c].matched+minMatch {
-		return Overflow
+	passed := &views[best]
+	switch {
+	case passed.matched < max(views[c].matched+minMatch, views[holder].matched-minMatch+1):
+		return Unhealthy // nobody that could be chosen holds as much as the holder
+	case passed.failed > 0 && passed.cost-passed.failed <= views[c].cost:
+		return Unhealthy // it would have been chosen, had its connections not failed
 	}
-	return Unhealthy
+	return Overflow
 }
 
 // longest returns the candidate with the longest match, or -1; of equals the
