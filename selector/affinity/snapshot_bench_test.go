@@ -10,8 +10,9 @@ import (
 
 // BenchmarkSnapshot reports the time that one of a thousand decisions exceeds while
 // a million blocks over 8 replicas are written, and while they are read, as
-// multiples of the same while nothing else happens; how long both take; and a
-// block's bytes.
+// multiples of the same while nothing else happens: that of a full index, and for
+// reading also that of one which is as empty and fills as fast. And how long both
+// take, and a block's bytes.
 func BenchmarkSnapshot(b *testing.B) {
 	const blocks, fresh, rounds = 1_000_000, 10, 5
 	x := newFixture(8)
@@ -49,9 +50,9 @@ func BenchmarkSnapshot(b *testing.B) {
 		return over
 	}
 	for b.Loop() {
-		var idle, writing, reading []float64
+		var idle, writing, filling, reading []float64
 		var wrote, read time.Duration
-		for range rounds {
+		for round := range rounds {
 			idle = append(idle, decide(x, meanwhile(func() error {
 				time.Sleep(time.Second)
 				return nil
@@ -60,6 +61,12 @@ func BenchmarkSnapshot(b *testing.B) {
 				began := time.Now()
 				defer func() { wrote += time.Since(began) }()
 				return x.fleet.WriteSnapshot(io.Discard, x.now, map[string]*Index{testKey: x.index}, nil)
+			}))...)
+			empty := newFixture(8)
+			empty.index.Require(10 * blocks)
+			filling = append(filling, decide(empty, meanwhile(func() error {
+				time.Sleep(max(read/time.Duration(max(round, 1)), 100*time.Millisecond)) // as long
+				return nil
 			}))...)
 			y := newFixture(8)
 			y.index.Require(10 * blocks)
@@ -79,6 +86,7 @@ func BenchmarkSnapshot(b *testing.B) {
 			b.ReportMetric(1e6*base, p.name+"-µs")
 			b.ReportMetric(percentile(writing, p.at)/base, p.name+"-write-x")
 			b.ReportMetric(percentile(reading, p.at)/base, p.name+"-read-x")
+			b.ReportMetric(percentile(reading, p.at)/percentile(filling, p.at), p.name+"-read-filling-x")
 		}
 		b.ReportMetric(float64(len(writing)), "write-decisions")
 		b.ReportMetric(float64(len(reading)), "read-decisions")
