@@ -42,7 +42,7 @@ func TestLive(t *testing.T) {
 	// request, is little beside a prefill.
 	policies, rounds, rate := []string{"least_conn", "prefix_affinity"}, 1, 12_000.0
 	if *live > 0 {
-		policies, rounds, rate = []string{"round_robin", "least_conn", "prefix_affinity"}, *live, 6000
+		policies, rounds, rate = []string{"round_robin", "least_conn", "prefix_affinity"}, *live, 2000
 	}
 	w := &writer{rng: newRand(3)}
 	apps := make([]text, 0, 6)
