@@ -8,8 +8,7 @@
 // It knows nothing of HTTP or Caddy, starts no goroutines and has no clock: the
 // caller says what time it is. Everything exported is safe for concurrent use.
 // A decision takes a few microseconds and holds no lock over the whole index:
-// one lock per replica's index, one of 64 for prompts that start alike, and a
-// short one over the loads.
+// one lock per replica's index, and a short one over the loads.
 package affinity
 
 import "fmt"
@@ -37,6 +36,9 @@ type Rule struct {
 	// got least lately has it, which is better where there is one gateway.
 	Rendezvous bool
 }
+
+// minMatch is MinMatchTokens in bytes.
+func (r *Rule) minMatch() uint32 { return uint32(max(r.MinMatchTokens, 1) * BytesPerToken) }
 
 // State says whether a candidate may be chosen. Of a later one none is chosen
 // while there are others.

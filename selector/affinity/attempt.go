@@ -74,22 +74,14 @@ func (a *Attempt) Confirm(now time.Time, stream bool) {
 		}
 	}
 	f.mu.Unlock()
-	if held {
-		a.hold()
+	if held && a.table != nil {
+		a.replica.mu.Lock()
+		a.replica.confirm(a)
+		a.replica.mu.Unlock()
 	}
 	if fresh {
 		a.note(Event{Kind: Confirmed, Stream: stream})
 	}
-}
-
-// hold makes the prompt stay in the replica's index.
-func (a *Attempt) hold() {
-	if a.table == nil {
-		return
-	}
-	a.replica.mu.Lock()
-	a.replica.confirm(a)
-	a.replica.mu.Unlock()
 }
 
 // see notes whether the first output of a queued attempt will be seen.
@@ -110,23 +102,25 @@ func (a *Attempt) see(stream bool) {
 func (a *Attempt) FirstOutput(now time.Time) {
 	f := a.replica.fleet
 	var buf [8]*Attempt
-	var passed []*Attempt
-	var took time.Duration
 	f.mu.Lock()
 	fresh := a.queued
-	held := fresh && a.confirmed
-	if fresh {
-		a.see(true)
-		passed, took = a.replica.load.output(a.replica.group.Load(), a, now, buf[:0])
+	if !fresh {
+		f.mu.Unlock()
+		return
 	}
+	held := a.confirmed
+	a.see(true)
+	passed, took := a.replica.load.output(a.replica.group.Load(), a, now, buf[:0])
 	f.mu.Unlock()
-	a.replica.run(passed)
-	if held {
-		a.hold()
+
+	r := a.replica
+	r.mu.Lock()
+	r.run(passed)
+	if held && a.table != nil {
+		r.confirm(a)
 	}
-	if fresh {
-		a.note(Event{Kind: Output, Took: took})
-	}
+	r.mu.Unlock()
+	a.note(Event{Kind: Output, Took: took})
 }
 
 // Report takes in how many prompt tokens the engine counted, and how many of
@@ -191,13 +185,15 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	}
 	r.fleet.mu.Unlock()
 
-	r.run(passed)
-	if a.table != nil {
+	if a.table != nil || len(passed) > 0 {
 		r.mu.Lock()
-		if stays {
+		r.run(passed)
+		switch {
+		case a.table == nil:
+		case stays:
 			r.confirm(a)
 			r.end(a)
-		} else {
+		default:
 			r.withdraw(a)
 		}
 		r.mu.Unlock()
@@ -205,13 +201,9 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	a.note(Event{Kind: Finished, Outcome: o, RetryAfter: retryAfter})
 }
 
-// run moves requests whose prefill is over on in the replica's order.
+// run moves requests whose prefill is over on in the replica's order. r.mu is
+// held.
 func (r *Replica) run(passed []*Attempt) {
-	if len(passed) == 0 {
-		return
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
 	for _, a := range passed {
 		if r.owns(a) && r.order.runs[a.slot].phase == waiting {
 			r.order.enter(a.slot, running)

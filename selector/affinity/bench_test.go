@@ -277,7 +277,8 @@ func TestCost(t *testing.T) {
 	}{
 		{"insertion of a block to xxhash64 over one", fill(8, 200_000).insertRatio(12), 12, 36},
 		{"match before 8 replicas to key of 128k tokens", matchRatio(1. / 30), 1. / 30, 1. / 10},
-		{"one goroutine to two", 1 / newCrowd(0).speedup(1.3), 1 / 1.3, 3 / 1.3},
+		{"two goroutines to one", 1 / newCrowd(0).speedup(1.3), 1 / 1.3, 1.5},
+		{"two goroutines to one behind a system prompt", 1 / newCrowd(systemBlocks).speedup(1.3), 1 / 1.3, 1.5},
 		{"bytes a block", bytes, 64, 80},
 		{"share that the collector walks", scanned, 0.01, 0.03},
 	} {

@@ -21,16 +21,18 @@ const (
 // A Fleet keeps what is known of every replica of the process by its address:
 // load, speed, capacity. It outlives the policies that use it.
 type Fleet struct {
-	mu       sync.Mutex // guards the load accounts
 	replicas atomic.Pointer[map[string]*Replica]
-	grow     sync.Mutex   // serialises changes of replicas
-	bound    atomic.Int64 // of the blocks of all replicas
-	serial   uint32
-	swept    time.Time
+	bound    atomic.Int64  // of the blocks of all replicas
 	gone     atomic.Uint32 // counts sweeps that forgot something
 	blind    atomic.Int32  // attempts whose first output will not be seen
 
+	grow      sync.Mutex // serialises changes of replicas
+	serial    uint32
 	remembers atomic.Bool // what a snapshot kept
+
+	_     apart
+	mu    sync.Mutex // guards the load accounts and what follows
+	swept time.Time
 }
 
 // NewFleet returns a fleet that knows nobody.
@@ -93,7 +95,7 @@ func (f *Fleet) sweep(now time.Time) {
 		if r.load.used.IsZero() { // made for a request that is still on its way here
 			r.load.used = now
 		}
-		if r.load.inFlight == 0 && r.load.used.Before(now) {
+		if r.load.inFlight == 0 && r.load.used.Before(now.Add(-usedWithin)) {
 			unused = append(unused, r)
 		}
 	}
@@ -124,7 +126,11 @@ func (f *Fleet) advance(now time.Time, cands []Candidate) {
 			passed = r.load.advance(g, now, passed)
 		}
 		f.mu.Unlock()
-		r.run(passed)
+		if len(passed) > 0 {
+			r.mu.Lock()
+			r.run(passed)
+			r.mu.Unlock()
+		}
 	}
 }
 
@@ -145,8 +151,11 @@ type group struct {
 func (f *Fleet) join(cands []Candidate, now time.Time) *group {
 	var g *group
 	fresh := 0
+	unused := now.Add(-usedWithin)
 	for i := range cands {
-		cands[i].Replica.load.used = now
+		if l := &cands[i].Replica.load; l.used.Before(unused) {
+			l.used = now
+		}
 		switch h := cands[i].Replica.group.Load(); {
 		case h == nil:
 			fresh++

@@ -11,22 +11,23 @@ import (
 // An Index knows which replica holds which prompt prefix, for prompts that are
 // hashed alike.
 type Index struct {
-	fleet    *Fleet
-	tables   atomic.Pointer[map[*Replica]*table]
-	grow     sync.Mutex    // serialises changes of tables
-	gone     atomic.Uint32 // of the fleet, when tables were last cleared of them
-	turns    atomic.Uint64
-	sessions sessions
-	journal  atomic.Pointer[Journal]
-	numbers  atomic.Uint64 // attempts told to a journal
+	fleet   *Fleet
+	tables  atomic.Pointer[map[*Replica]*table]
+	gone    atomic.Uint32 // of the fleet, when tables were last cleared of them
+	journal atomic.Pointer[Journal]
 
+	_        apart
+	turns    atomic.Uint64
+	numbers  atomic.Uint64 // attempts told to a journal
+	sessions sessions
+
+	grow      sync.Mutex // serialises changes of tables
 	snapshot  sync.Mutex // one is written or read at a time
 	restoring bool       // one is being read, so that changes of new tables are noted; guarded by grow
-
-	// stripes let prompts that start alike be decided one after the other, so
-	// that the siblings of a burst see each other, while others don't wait.
-	stripes [64]sync.Mutex
 }
+
+// apart keeps what every request writes off the cache lines of what others read.
+type apart [64]byte
 
 // NewIndex returns an empty index and raises the fleet's bound: see Require.
 func NewIndex(f *Fleet, maxBlocks int) *Index {
@@ -124,7 +125,8 @@ var noKey = prefixhash.Key{Stream: true}
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
 // Route chooses a replica for a request and takes the request into its account
-// at once, so that simultaneous requests see each other.
+// and index at once: simultaneous requests go as if they had come one after the
+// other.
 //
 // A nil key, or one without blocks, is no prompt to go by: the replica with the
 // fewest requests in flight has it. fallback, if not nil, chooses for requests
@@ -147,80 +149,45 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 
-	minMatch := uint32(max(rule.MinMatchTokens, 1) * BytesPerToken)
 	chain := key.Blocks
 	prompt := float64(key.Bytes) / BytesPerToken
-	var choice Choice
-	var stripe *sync.Mutex
-	if len(chain) == 0 && key.Session == 0 && key.Previous == 0 {
-		s.views = s.views[:0]
-		f.mu.Lock()
-		f.join(cands, now)
-		choice = Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
-	} else {
-		if len(chain) > 0 {
-			stripe = &x.stripes[chain[0].Hash%uint64(len(x.stripes))]
-			stripe.Lock()
-		}
-		x.look(s, chain, cands, rule)
-		views := s.views
-		session := find(views, x.sessions.get(key.Session))
-		previous := x.sessions.get(key.Previous)
-		stored := find(views, previous)
-		admit(views, cands, minMatch, session, stored)
-		f.mu.Lock()
-		g := f.join(cands, now)
-		for i, c := range cands {
-			views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
-		}
-		choice = x.choose(views, cands, g, key, rule, minMatch, prompt, session, stored, now)
-		if previous != 0 && stored != choice.Candidate && choice.Candidate >= 0 {
-			choice.Reason = Gone
-		}
-	}
-	if choice.Candidate >= 0 && fallback != nil && (rule.Shadow || undecided(choice, rule)) {
-		f.mu.Unlock()
-		if stripe != nil {
-			stripe.Unlock()
-			stripe = nil
-		}
-		if c := fallback(choice); c >= 0 && c < len(cands) && cands[c].State != Unavailable {
-			choice.Candidate = c
-			choice.MatchedTokens = int(s.matched(c) / BytesPerToken)
-		}
-		f.mu.Lock()
-	}
+	a := &Attempt{prompt: prompt, sent: now, blind: !key.Stream, judged: key.Judged && len(chain) > 0}
+	choice := x.decide(s, now, key, cands, rule)
 	if choice.Candidate < 0 {
 		f.mu.Unlock()
-		if stripe != nil {
-			stripe.Unlock()
-		}
 		return choice, nil
 	}
 	r := cands[choice.Candidate].Replica
-	a := &Attempt{
-		replica: r, prompt: prompt, uncached: uncached(prompt, s.matched(choice.Candidate)), sent: now,
-		blind: !key.Stream, judged: key.Judged && len(chain) > 0,
+	if fallback != nil && (rule.Shadow || undecided(choice, rule)) {
+		f.mu.Unlock()
+		if len(chain) > 0 {
+			r.mu.Unlock()
+		}
+		if c := fallback(choice); c >= 0 && c < len(cands) && cands[c].State != Unavailable {
+			choice.Candidate, r = c, cands[c].Replica
+			choice.MatchedTokens = int(s.matched(c) / BytesPerToken)
+		}
+		if len(chain) > 0 {
+			r.mu.Lock()
+		}
+		f.mu.Lock()
 	}
-	a.known = a.first[:0]
+	a.replica, a.uncached = r, uncached(prompt, s.matched(choice.Candidate))
 	r.load.enqueue(a, now)
 	r.load.give(r.group.Load(), a.uncached, r.limit(), len(cands))
-	if len(chain) == 0 {
+	if len(chain) > 0 {
+		r.load.bring(chain, s.views[choice.Candidate].held)
+	} else {
 		r.load.turn = x.turns.Add(1)
 	}
 	f.sweep(now)
 	f.mu.Unlock()
 
 	if len(chain) > 0 {
-		a.table = x.table(r)
-		limit := x.fleet.limit()
-		r.mu.Lock()
-		a.generation = r.generation
-		r.send(a.table, a, chain, s.views[choice.Candidate].blocks, limit, s.spans[:0])
+		v := &s.views[choice.Candidate]
+		a.table, a.generation, a.known = v.table, r.generation, a.first[:0]
+		r.send(a.table, a, chain, v.blocks, f.limit(), s.spans[:0])
 		r.mu.Unlock()
-	}
-	if stripe != nil {
-		stripe.Unlock()
 	}
 	x.sessions.set(key.Session, r.serial)
 	if j := x.journal.Load(); j != nil {
@@ -233,6 +200,84 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	return choice, a
 }
 
+// decide chooses. It returns with Fleet.mu held and, if there is a chain, with
+// the lock of the chosen replica, so that who decides next sees the load that
+// this request brings, and who looks there next sees its prompt. What was looked
+// up before somebody else decided is looked up again where that matters.
+func (x *Index) decide(s *scratch, now time.Time, key *prefixhash.Key, cands []Candidate, rule *Rule) Choice {
+	f, chain := x.fleet, key.Blocks
+	prompt := float64(key.Bytes) / BytesPerToken
+	if len(chain) == 0 && key.Session == 0 && key.Previous == 0 {
+		s.views = s.views[:0]
+		f.mu.Lock()
+		f.join(cands, now)
+		return Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
+	}
+	x.look(s, chain, cands, rule)
+	views := s.views
+	minMatch := rule.minMatch()
+	session := find(views, x.sessions.get(key.Session))
+	previous := x.sessions.get(key.Previous)
+	stored := find(views, previous)
+	var locked *Replica
+	unlock := func() {
+		if locked != nil {
+			locked.mu.Unlock()
+			locked = nil
+		}
+	}
+	for {
+		admit(views, cands, minMatch, session, stored)
+		f.mu.Lock()
+		if outdated(views, chain) {
+			f.mu.Unlock()
+			unlock()
+			for i := range views {
+				if views[i].outdated {
+					s.look(&views[i], chain, rule, views[i].blocks)
+				}
+			}
+			continue
+		}
+		g := f.join(cands, now)
+		for i, c := range cands {
+			views[i].inFlight = max(views[i].r.load.inFlight, c.InFlight)
+		}
+		choice := x.choose(views, cands, g, key, rule, minMatch, prompt, session, stored, now)
+		if previous != 0 && stored != choice.Candidate && choice.Candidate >= 0 {
+			choice.Reason = Gone
+		}
+		var to *Replica
+		if len(chain) > 0 && choice.Candidate >= 0 {
+			to = cands[choice.Candidate].Replica
+		}
+		switch {
+		case to == locked:
+			return choice
+		case to == nil || to.mu.TryLock():
+			unlock()
+			return choice
+		}
+		// Whoever has that lock may keep it for long: not while everybody waits for us.
+		f.mu.Unlock()
+		unlock()
+		to.mu.Lock()
+		locked = to
+	}
+}
+
+// outdated marks the views of replicas where somebody has brought more of a
+// chain since they were looked at, and reports whether there are any. Fleet.mu is
+// held.
+func outdated(views []view, chain []prefixhash.Block) (some bool) {
+	for i := range views {
+		v := &views[i]
+		v.outdated = v.held < len(chain) && v.r.load.broughtSince(v.seen, chain[v.held].Hash)
+		some = some || v.outdated
+	}
+	return some
+}
+
 // look finds what each candidate is believed to hold of a chain.
 func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, rule *Rule) {
 	if x.fleet.gone.Load() != x.gone.Load() {
@@ -243,21 +288,33 @@ func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, ru
 	s.views = s.views[:0]
 	guess := 0
 	for i := range cands {
-		v := view{r: cands[i].Replica}
-		if len(chain) > 0 {
-			t := x.table(v.r)
-			v.r.mu.Lock()
-			v.r.tell(int64(rule.CapacityTokens) * BytesPerToken)
-			s.spans = t.spans(s.spans, &v.r.order, chain, guess)
-			v.matched = match(s.spans, chain, v.r.capacity)
-			v.r.mu.Unlock()
-			v.blocks = known(s.spans)
-			if v.blocks > 1 {
-				guess = v.blocks // replicas often hold the same system prompt
-			}
+		r := cands[i].Replica
+		s.views = append(s.views, view{r: r})
+		if len(chain) == 0 {
+			continue
 		}
-		s.views = append(s.views, v)
+		v := &s.views[i]
+		v.table = x.table(r)
+		s.look(v, chain, rule, guess)
+		if v.blocks > 1 {
+			guess = v.blocks // replicas often hold the same system prompt
+		}
 	}
+}
+
+// look finds what one candidate is believed to hold; guess is a likely number of
+// blocks.
+func (s *scratch) look(v *view, chain []prefixhash.Block, rule *Rule, guess int) {
+	r := v.r
+	r.mu.Lock()
+	r.tell(int64(rule.CapacityTokens) * BytesPerToken)
+	s.spans = v.table.spans(s.spans, &r.order, chain, guess)
+	v.held = match(s.spans, chain, r.capacity)
+	v.seen = r.load.brought
+	r.mu.Unlock()
+	v.blocks = known(s.spans)
+	v.matched = startOf(chain, v.held)
+	v.limit = r.limit()
 }
 
 // choose applies the rule. Fleet.mu is held.
@@ -273,7 +330,7 @@ func (x *Index) choose(views []view, cands []Candidate, g *group, key *prefixhas
 		}
 	default:
 		weigh(views, g, rule, minMatch, prompt, key.Blocks, now)
-		tie := func(i int) float64 { return views[i].r.load.filled(views[i].r.group.Load(), views[i].r.limit()) }
+		tie := func(i int) float64 { return views[i].filled }
 		if rule.Rendezvous {
 			hash := unknown(key.Blocks, views)
 			tie = func(i int) float64 { return rendezvous(hash, views[i].r) }
@@ -335,7 +392,7 @@ func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, ru
 	if g == nil {
 		return Choice{Candidate: -1, Holder: -1}
 	}
-	minMatch := uint32(max(rule.MinMatchTokens, 1) * BytesPerToken)
+	minMatch := rule.minMatch()
 	session := find(views, x.sessions.get(key.Session))
 	stored := find(views, x.sessions.get(key.Previous))
 	admit(views, cands, minMatch, session, stored)

@@ -3,6 +3,8 @@ package affinity
 import (
 	"math"
 	"time"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
 )
 
 const (
@@ -36,30 +38,42 @@ const (
 	farTime = 250 * time.Millisecond
 
 	meanOver = 64 // requests that the mean work of a request is over
+
+	// usedWithin is how much later a replica may have been a candidate than noted.
+	usedWithin = time.Second
+
+	broughtKept = 16 // prompts; many more than come to a replica during a decision
 )
 
 // A load is the account of a replica: what this process sent there and has not
-// seen the end of, in prompt tokens. All of it is guarded by Fleet.mu.
+// seen the end of, in prompt tokens. All of it is guarded by Fleet.mu. Decisions
+// read all replicas' loads, so what they need is in few cache lines and what they
+// don't change isn't written.
 type load struct {
-	first, last *Attempt // without output yet, oldest first
-	waiting     int
-	backlog     float64   // their uncached tokens
-	since       time.Time // when the first of them became the first
-	clear       bool      // since is a time seen, not a guess
+	first   *Attempt // without output yet, oldest first
+	waiting int
+	backlog float64   // their uncached tokens
+	since   time.Time // when the first of them became the first
 
 	inFlight int
-	prompt   float64 // prompt tokens in flight
+	brought  uint64 // prompts that were not believed to be there; guarded by Replica.mu, too
 
+	prompt   float64 // tokens in flight
 	fill     float64 // uncached tokens given lately, as of filledAt
 	filledAt float64 // group.clock
-	turn     uint64  // when it last got a request without a key
+	speed    speed
 
-	speed     speed
+	queue float64  // tokens queued there by others, as of queuedAt
+	last  *Attempt // without output
+
 	penalties []penalty
-	queue     float64 // tokens queued there by others, as of queuedAt
 	queuedAt  time.Time
-	depth     float64   // as reported
-	used      time.Time // when it was last a candidate
+	depth     float64 // as reported
+	clear     bool    // since is a time seen, not a guess
+
+	turn   uint64              // when it last got a request without a key
+	used   time.Time           // when it was last a candidate, but for usedWithin
+	firsts [broughtKept]uint64 // of the nth prompt brought, at n%broughtKept: the hash of its first block that was not there
 }
 
 // penalty is the work of a request that a replica refused, or whose connection
@@ -122,6 +136,30 @@ func (l *load) enqueue(a *Attempt, now time.Time) {
 	if a.blind {
 		a.replica.fleet.blind.Add(1)
 	}
+}
+
+// bring notes that a prompt goes to the replica, which holds so many blocks of it.
+// The lock of the replica is held, too, until its index has the prompt.
+func (l *load) bring(chain []prefixhash.Block, held int) {
+	if held < len(chain) {
+		l.firsts[l.brought%broughtKept] = chain[held].Hash
+		l.brought++
+	}
+}
+
+// broughtSince reports whether one of the prompts brought after the first so many
+// may have brought a block that was the first of its prompt not to be there. All
+// that share the block agree on that.
+func (l *load) broughtSince(seen, hash uint64) bool {
+	if l.brought-seen > broughtKept {
+		return true
+	}
+	for ; seen < l.brought; seen++ {
+		if l.firsts[seen%broughtKept] == hash {
+			return true
+		}
+	}
+	return false
 }
 
 // leave takes a request that ended out of the account.
@@ -232,13 +270,13 @@ func (l *load) measure(g *group, tokens float64, took time.Duration) {
 }
 
 // foreign is the work that others are reported to have queued there, as far as
-// the replica should not have done it meanwhile.
-func (l *load) foreign(g *group, now time.Time) float64 {
+// the replica should not have done it meanwhile at its rate in tokens a second.
+func (l *load) foreign(rate float64, now time.Time) float64 {
 	if l.queue == 0 {
 		return 0
 	}
 	age := max(now.Sub(l.queuedAt), 0)
-	left := l.queue - age.Seconds()*g.speed.rate()*l.pace(g)
+	left := l.queue - age.Seconds()*rate
 	if left <= 0 || age >= reportTime {
 		l.queue = 0
 		return 0
@@ -249,22 +287,23 @@ func (l *load) foreign(g *group, now time.Time) float64 {
 // pending is the work ahead of a new request: uncached tokens sent and without
 // output, less what should have been prefilled of the first since the last
 // output, plus what was refused and what others have queued.
-func (l *load) pending(g *group, now time.Time) float64 {
-	rate := g.speed.rate() * l.pace(g)
+func (l *load) pending(rate float64, now time.Time) float64 {
 	work := l.backlog
 	if l.first != nil {
 		work -= min(max(now.Sub(l.since).Seconds(), 0)*rate, l.first.uncached)
 	}
 	work = max(work, 0)
-	kept := l.penalties[:0]
-	for _, p := range l.penalties {
-		if now.Before(p.until) {
-			work += p.tokens
-			kept = append(kept, p)
+	if len(l.penalties) > 0 {
+		kept := l.penalties[:0]
+		for _, p := range l.penalties {
+			if now.Before(p.until) {
+				work += p.tokens
+				kept = append(kept, p)
+			}
 		}
+		l.penalties = kept
 	}
-	l.penalties = kept
-	return work + l.foreign(g, now)
+	return work + l.foreign(rate, now)
 }
 
 // failed is what of the work pending is there only because connections failed.

@@ -73,22 +73,18 @@ again:
 	return buf
 }
 
-// match returns how many prompt bytes at the start of a chain a cache of that
-// capacity still holds: the hard edge.
-func match(spans []span, chain []prefixhash.Block, capacity int64) (bytes uint32) {
+// match returns how many blocks at the start of a chain a cache of that capacity
+// still holds: the hard edge.
+func match(spans []span, chain []prefixhash.Block, capacity int64) (blocks int) {
 	for _, s := range spans {
 		held := capacity - s.near
 		if int64(chain[s.to-1].End) <= held {
-			bytes = chain[s.to-1].End
+			blocks = s.to
 			continue
 		}
-		n := sort.Search(s.to-s.from, func(i int) bool { return int64(chain[s.from+i].End) > held })
-		if n > 0 {
-			bytes = chain[s.from+n-1].End
-		}
-		break
+		return s.from + sort.Search(s.to-s.from, func(i int) bool { return int64(chain[s.from+i].End) > held })
 	}
-	return bytes
+	return blocks
 }
 
 // known returns the number of blocks that spans cover.

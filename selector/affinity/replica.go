@@ -21,6 +21,7 @@ type Replica struct {
 
 	load load // guarded by fleet.mu
 
+	_           apart
 	mu          sync.Mutex // guards what follows and the replica's tables
 	order       order
 	provisional []*Attempt // sent, and not confirmed by a 2xx yet
@@ -65,8 +66,8 @@ func (r *Replica) Snapshot(now time.Time) ReplicaState {
 	s.TokensPerSecond, s.SpeedMeasurements = speedDefault, l.speed.count
 	if g := r.group.Load(); g != nil {
 		s.Candidate = true
-		s.PendingPrefillTokens = l.pending(g, now)
 		s.TokensPerSecond = g.speed.rate() * l.pace(g)
+		s.PendingPrefillTokens = l.pending(s.TokensPerSecond, now)
 	}
 	r.fleet.mu.Unlock()
 

@@ -2,8 +2,10 @@ package affinity
 
 import (
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -157,6 +159,95 @@ func TestSpread(t *testing.T) {
 			t.Errorf("spread over %d replicas: %v", used, counts)
 		}
 	})
+}
+
+// Requests that come at once go exactly as if they had come one after the other:
+// each sees what those before it brought, also those decided a moment ago.
+func TestAtOnce(t *testing.T) {
+	const burst, rounds = 64, 40
+	system := slices.Clip(series(0, 40))
+	only := func(x *fixture, at int, ids []int) {
+		y := *x
+		y.cands = x.cands[at : at+1]
+		y.serve(keyOf(ids...))
+	}
+	everywhere := func(x *fixture) {
+		for i := range x.cands {
+			only(x, i, system)
+		}
+	}
+	same := func(n int) func(int) []int { return func(int) []int { return series(1, n) } }
+	for _, c := range []struct {
+		name    string
+		prepare func(*fixture)
+		prompt  func(i int) []int
+	}{
+		{"one prompt/new", func(*fixture) {}, same(100)},
+		{"one prompt/of one block", func(*fixture) {}, same(1)},
+		{"one prompt/new under a known system prompt", everywhere, func(int) []int { return append(system, series(1, 60)...) }},
+		{"one prompt/known to one", func(x *fixture) { only(x, 1, series(1, 100)) }, same(100)},
+		{"one prompt/known to all", func(x *fixture) {
+			for i := range x.cands {
+				only(x, i, series(1, 100))
+			}
+		}, same(100)},
+		{"one prompt/evicted", func(x *fixture) {
+			x.rule.CapacityTokens = 20_000
+			for n := range 4 {
+				only(x, 1, series(1+n, 100))
+			}
+		}, same(100)},
+		{"siblings/new under a known system prompt", everywhere, func(i int) []int {
+			return append(append(system, series(1, 60)...), series(i+2, 5)...)
+		}},
+		{"conversations/system prompt known to one", func(x *fixture) { only(x, 2, system) }, func(i int) []int {
+			return append(system, series(i+1, 60)...)
+		}},
+		{"conversations/system prompt known to all", everywhere, func(i int) []int { return append(system, series(i+1, 60)...) }},
+		{"conversations/new", func(*fixture) {}, func(i int) []int { return series(i+1, 60) }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			keys := make([]*prefixhash.Key, burst)
+			for i := range keys {
+				keys[i] = keyOf(c.prompt(i)...)
+			}
+			type place struct{ candidate, matched int }
+			tally := func(choices []Choice) map[place]int {
+				n := make(map[place]int)
+				for _, c := range choices {
+					n[place{c.Candidate, c.MatchedTokens}]++
+				}
+				return n
+			}
+			choices := make([]Choice, burst)
+			fresh := func() *fixture {
+				x := newFixture(4)
+				c.prepare(x)
+				return x
+			}
+			x := fresh()
+			for i := range keys {
+				choices[i], _ = x.route(keys[i])
+			}
+			want := tally(choices)
+			for round := range rounds {
+				x := fresh()
+				var wg sync.WaitGroup
+				start := make(chan struct{})
+				for i := range keys {
+					wg.Go(func() {
+						<-start
+						choices[i], _ = x.route(keys[i])
+					})
+				}
+				close(start)
+				wg.Wait()
+				if got := tally(choices); !maps.Equal(got, want) {
+					t.Fatalf("round %d: requests by candidate and match %v, one after the other %v", round, got, want)
+				}
+			}
+		})
+	}
 }
 
 // TestLeastConn: among equal requests nobody holds, those with the fewest in

@@ -27,10 +27,17 @@ const (
 // view is a candidate as the rule sees it.
 type view struct {
 	r        *Replica
+	table    *table
 	usable   bool
+	outdated bool // somebody brought more of the prompt
 	inFlight int
 	blocks   int     // known of the prompt
-	matched  uint32  // bytes of it believed cached
+	held     int     // those of them believed cached
+	matched  uint32  // and their bytes
+	seen     uint64  // load.brought when that was looked up
+	limit    float64 // Replica.limit
+	filled   float64 // load.filled
+	pace     float64 // load.pace
 	queue    float64 // requests before their first output
 	cost     float64
 	failed   float64 // of it, what requests count whose connections failed lately
@@ -65,13 +72,16 @@ type view struct {
 // the results and what each constant does.
 func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, chain []prefixhash.Block, now time.Time) {
 	waiting, n := 0.0, 0.0
+	rate := g.speed.rate()
 	for i := range views {
-		if views[i].usable {
-			views[i].queue = float64(views[i].r.load.waiting)
-			if others := views[i].r.load.foreign(g, now); others > 0 {
-				views[i].queue += others / max(g.mean, 1)
+		if v := &views[i]; v.usable {
+			l := &v.r.load
+			v.pace = l.pace(g)
+			v.queue = float64(l.waiting)
+			if others := l.foreign(rate*v.pace, now); others > 0 {
+				v.queue += others / max(g.mean, 1)
 			}
-			waiting += views[i].queue
+			waiting += v.queue
 			n++
 		}
 	}
@@ -87,21 +97,22 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 		l := &v.r.load
 		alpha := rule.Alpha
 		if alpha == 0 {
-			harm := alphaIdle + alphaQueue*v.queue + alphaMemory*l.prompt/v.r.limit()
+			harm := alphaIdle + alphaQueue*v.queue + alphaMemory*l.prompt/v.limit
 			alpha = min(alphaMost, 1+alphaSlope*min(waiting/n, harm))
 		}
 		match := v.matched
 		if match < minMatch {
 			match = 0
 		}
-		given := l.filled(v.r.group.Load(), v.r.limit()) / v.r.limit()
+		v.filled = l.filled(v.r.group.Load(), v.limit)
+		given := v.filled / v.limit
 		fresh := uncached(prompt, match)
 		if i == home {
 			fresh = max(fresh-spare, 1)
 		}
-		v.cost = (l.pending(g, now)+(alpha+alphaGiven*given)*fresh)/l.pace(g) +
+		v.cost = (l.pending(rate*v.pace, now)+(alpha+alphaGiven*given)*fresh)/v.pace +
 			beta*l.prompt + gamma*float64(v.inFlight)
-		v.failed = l.failed() / l.pace(g)
+		v.failed = l.failed() / v.pace
 	}
 }
 
