@@ -15,8 +15,8 @@ package affinity
 type order struct {
 	runs []run    // by slot; slot 0 is never used
 	free []uint32 // slots to use again
-	at   []uint32 // slot by position, oldest first; 0: none
-	tree []weight // Fenwick tree over the positions
+	at   []place  // by position, oldest first
+	tree []weight // Fenwick tree over the chunks of positions
 	next uint32   // first position not yet given out
 	head uint32   // no position before it is taken
 
@@ -58,23 +58,54 @@ func (r *run) less(n int) uint32 { return r.blocks - min(r.blocks, uint32(n)) }
 
 func (r *run) size() int64 { return int64(r.end) - int64(r.start) }
 
-// weight is a node of the Fenwick tree.
+// A place is a position in the order. Its run's size is there too, so that a sum
+// over neighbours is one over a cache line.
+type place struct {
+	taken uint32 // the slot of its run; 0: nobody's; plus waits
+	bytes uint32
+}
+
+const waits = 1 << 31 // the run is a waiting one
+
+func (p place) slot() uint32 { return p.taken &^ waits }
+
+func (p place) weight() weight {
+	if p.taken&waits != 0 {
+		return weight{int64(p.bytes), int64(p.bytes)}
+	}
+	return weight{int64(p.bytes), 0}
+}
+
+// weight is what some places weigh, in bytes: all, and those that wait.
 type weight struct{ used, wait int64 }
 
-func (o *order) add(pos uint32, used, wait int64) {
-	o.used += used
-	o.wait += wait
-	for i := pos; i < uint32(len(o.tree)); i += i & -i {
-		o.tree[i].used += used
-		o.tree[i].wait += wait
+func (w *weight) add(more weight) {
+	w.used += more.used
+	w.wait += more.wait
+}
+
+// chunk is for how many places the tree has a node: it sums up chunks before one
+// and the rest is summed place by place. A node for each place would take as much
+// memory as the run itself.
+const chunk = 8
+
+// add adds to what the places of a chunk weigh.
+func (o *order) add(pos uint32, w weight) {
+	o.used += w.used
+	o.wait += w.wait
+	for i := pos/chunk + 1; i < uint32(len(o.tree)); i += i & -i {
+		o.tree[i].add(w)
 	}
 }
 
 // upTo sums the positions up to and including pos.
 func (o *order) upTo(pos uint32) (w weight) {
-	for i := pos; i > 0; i -= i & -i {
-		w.used += o.tree[i].used
-		w.wait += o.tree[i].wait
+	before := pos / chunk
+	for i := before; i > 0; i -= i & -i {
+		w.add(o.tree[i])
+	}
+	for _, p := range o.at[before*chunk : pos+1] {
+		w.add(p.weight())
 	}
 	return w
 }
@@ -83,11 +114,13 @@ func (o *order) upTo(pos uint32) (w weight) {
 func (o *order) count(r *run, bytes int64) {
 	switch r.phase {
 	case waiting:
-		o.add(r.pos, bytes, bytes)
+		o.at[r.pos].bytes += uint32(bytes)
+		o.add(r.pos, weight{bytes, bytes})
 	case running:
 		o.running += bytes
 	case done:
-		o.add(r.pos, bytes, 0)
+		o.at[r.pos].bytes += uint32(bytes)
+		o.add(r.pos, weight{bytes, 0})
 	case free:
 	}
 }
@@ -120,7 +153,10 @@ func (o *order) enter(slot uint32, to phase) {
 	}
 	r.pos = o.next
 	o.next++
-	o.at[r.pos] = slot
+	o.at[r.pos] = place{taken: slot}
+	if to == waiting {
+		o.at[r.pos].taken |= waits
+	}
 	o.placed++
 	o.count(r, r.size())
 }
@@ -130,7 +166,7 @@ func (o *order) leave(slot uint32) {
 	r := &o.runs[slot]
 	o.count(r, -r.size())
 	if r.phase == waiting || r.phase == done {
-		o.at[r.pos] = 0
+		o.at[r.pos] = place{}
 		o.placed--
 	}
 	r.phase = free
@@ -154,32 +190,28 @@ func (o *order) cut(slot, start, end, blocks uint32) {
 	o.count(r, r.size()-before)
 }
 
-// compact gives the runs new positions without gaps, and room for as many again.
-func (o *order) compact() { o.repack(o.placed + 1) }
+// compact gives the runs new positions without gaps, and room for half as many
+// again.
+func (o *order) compact() { o.repack(o.placed/2 + 1) }
 
 // repack gives the runs new positions without gaps, and room for more.
 func (o *order) repack(more int) {
 	size := max(64, o.placed+more+1)
-	at := make([]uint32, size)
-	tree := make([]weight, size)
+	at := make([]place, size)
+	tree := make([]weight, (size-1)/chunk+2)
 	next := uint32(1)
-	for _, slot := range o.at {
-		if slot == 0 {
+	for _, p := range o.at {
+		if p.taken == 0 {
 			continue
 		}
-		r := &o.runs[slot]
-		r.pos = next
-		at[next] = slot
-		tree[next].used = r.size()
-		if r.phase == waiting {
-			tree[next].wait = r.size()
-		}
+		o.runs[p.slot()].pos = next
+		at[next] = p
+		tree[next/chunk+1].add(p.weight())
 		next++
 	}
-	for i := 1; i < size; i++ {
-		if up := i + i&-i; up < size {
-			tree[up].used += tree[i].used
-			tree[up].wait += tree[i].wait
+	for i := 1; i < len(tree); i++ {
+		if up := i + i&-i; up < len(tree) {
+			tree[up].add(tree[i])
 		}
 	}
 	o.at, o.tree, o.next, o.head = at, tree, next, 1
@@ -199,16 +231,15 @@ func (o *order) append(newer *order, slots uint32) {
 	for slot := max(uint32(len(newer.runs)), 1); slot < slots; slot++ { //nolint:gosec // runs have slots of 32 bits
 		o.free = append(o.free, slot)
 	}
-	for _, slot := range newer.at[newer.head:newer.next] {
-		if slot == 0 {
+	for _, p := range newer.at[newer.head:newer.next] {
+		if p.taken == 0 {
 			continue
 		}
-		r := &o.runs[slot]
-		r.pos = o.next
-		o.at[r.pos] = slot
+		o.runs[p.slot()].pos = o.next
+		o.at[o.next] = p
+		o.add(o.next, p.weight())
 		o.next++
 		o.placed++
-		o.count(r, r.size())
 	}
 	o.running += newer.running
 	o.blocks += newer.blocks
@@ -236,7 +267,7 @@ func (o *order) base(r *run) (near, far int64) {
 // not hold, or 0.
 func (o *order) oldest(keep []span) uint32 {
 	for pos := o.head; pos < o.next; pos++ {
-		slot := o.at[pos]
+		slot := o.at[pos].slot()
 		if slot == 0 {
 			if pos == o.head {
 				o.head++

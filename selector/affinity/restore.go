@@ -352,8 +352,8 @@ func (m *merger) setAside(more uint32) {
 	o.runs = slices.Insert(o.runs, int(from), make([]run, more)...)
 	m.first += more
 	for pos := range o.at {
-		if o.at[pos] != 0 {
-			o.at[pos] += more
+		if o.at[pos].taken != 0 {
+			o.at[pos].taken += more
 		}
 	}
 	for i := range o.free {

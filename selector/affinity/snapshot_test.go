@@ -77,11 +77,14 @@ func (x *fixture) sound(t *testing.T, chains [][]prefixhash.Block) {
 			}
 			used += run.size()
 			placed++
-			if o.at[run.pos] != uint32(slot) || run.pos < o.head || run.pos >= o.next {
+			if at := o.at[run.pos]; at.slot() != uint32(slot) || int64(at.bytes) != run.size() || (at.taken != at.slot()) != (run.phase == waiting) || run.pos < o.head || run.pos >= o.next {
 				t.Fatalf("replica %d: slot %d is not at its position %d of [%d,%d)", i, slot, run.pos, o.head, o.next)
 			}
 		}
-		all := o.upTo(uint32(max(len(o.tree), 1) - 1))
+		var all weight
+		if len(o.at) > 0 {
+			all = o.upTo(uint32(len(o.at) - 1))
+		}
 		if o.used != used || o.wait != wait || o.running != pinned || int64(o.blocks) != blocks || int64(o.placed) != placed || all.used != used || all.wait != wait {
 			t.Fatalf("replica %d: %d used, %d waiting, %d running, %d blocks, %d placed, in the tree %+v; want %d, %d, %d, %d, %d",
 				i, o.used, o.wait, o.running, o.blocks, o.placed, all, used, wait, pinned, blocks, placed)
