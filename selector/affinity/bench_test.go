@@ -270,6 +270,7 @@ func TestCost(t *testing.T) {
 		t.Skip("measures time")
 	}
 	bytes, scanned := memory(200_000, 10)
+	short, _ := memory(200_000, 1)
 	for _, c := range []struct {
 		name          string
 		got, expected float64
@@ -280,6 +281,7 @@ func TestCost(t *testing.T) {
 		{"two goroutines to one", 1 / newCrowd(0).speedup(1.3), 1 / 1.3, 1.5},
 		{"two goroutines to one behind a system prompt", 1 / newCrowd(systemBlocks).speedup(1.3), 1 / 1.3, 1.5},
 		{"bytes a block", bytes, 64, 80},
+		{"bytes a block where each prompt brings one", short, 64, 110},
 		{"share that the collector walks", scanned, 0.01, 0.03},
 	} {
 		if c.got > c.most {

@@ -317,7 +317,7 @@ func TestTable(t *testing.T) {
 			seen[s] = true
 		}
 	}
-	if bytes > n*16*8/3 {
+	if bytes > n*16*2 {
 		t.Errorf("%d bytes for %d entries", bytes, n)
 	}
 }

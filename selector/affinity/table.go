@@ -17,7 +17,7 @@ type table struct {
 }
 
 type segment struct {
-	entries []entry // a power of two
+	entries []entry // see larger
 	filled  int     // entries in use, live or dead
 	depth   uint8   // leading hash bits that its entries share
 }
@@ -34,7 +34,7 @@ const (
 	// when they are new, and splits at a size that is rebuilt within some tens
 	// of microseconds.
 	smallSegment = 64
-	largeSegment = 4096
+	largeSegment = 6144
 	// deepest bounds the directory at 16M segments, whatever the hashes are.
 	deepest = 24
 )
@@ -47,7 +47,7 @@ func newTable() *table {
 // have to grow until then, if any.
 func tableFor(n int) *table {
 	size, depth := smallSegment, uint8(0)
-	for ; 3*size < 5*n && size < largeSegment; size *= 2 { // at most 60 % full; they grow at 75 %
+	for ; 3*size < 5*n && size < largeSegment; size = larger(size) { // at most 60 % full; they grow at 75 %
 	}
 	for ; 3*size<<depth < 5*n && depth < deepest; depth++ {
 	}
@@ -65,13 +65,29 @@ func (t *table) after(hash uint64) (uint64, bool) {
 	return last + 1, last != ^uint64(0)
 }
 
+// larger returns the next size of a segment. Sizes are powers of two and what is
+// half-way between them: with powers of two alone a quarter more room is empty.
+func larger(size int) int {
+	if size&(size-1) == 0 {
+		return size + size/2
+	}
+	return size / 3 * 4
+}
+
+// home returns where in a segment a hash belongs, by its last bits.
+func (s *segment) home(hash uint64) int {
+	return int(uint64(uint32(hash)) * uint64(len(s.entries)) >> 32)
+}
+
 func (t *table) segment(hash uint64) *segment { return t.dir[hash>>(64-t.depth)] }
 
 // find returns the entry of hash, live or dead, or nil.
 func (t *table) find(hash uint64) *entry {
 	s := t.segment(hash)
-	mask := uint64(len(s.entries) - 1)
-	for i := hash & mask; ; i = (i + 1) & mask {
+	for i := s.home(hash); ; i++ {
+		if i == len(s.entries) {
+			i = 0
+		}
 		e := &s.entries[i]
 		if e.slot == 0 {
 			return nil
@@ -100,10 +116,11 @@ func (t *table) put(o *order, hash uint64, slot uint32) {
 	gen := o.runs[slot].gen
 	for {
 		s := t.segment(hash)
-		mask := uint64(len(s.entries) - 1)
-		i := hash & mask
+		i := s.home(hash)
 		for s.entries[i].slot != 0 && s.entries[i].hash != hash {
-			i = (i + 1) & mask
+			if i++; i == len(s.entries) {
+				i = 0
+			}
 		}
 		e := &s.entries[i]
 		if e.slot != 0 {
@@ -127,7 +144,7 @@ func (t *table) drop(o *order, hash uint64, slot uint32) {
 }
 
 // grow rebuilds a full segment: without its dead entries where these are many,
-// else at twice the size, else as two.
+// else at a larger size, else as two.
 func (t *table) grow(o *order, s *segment, hash uint64) {
 	live := 0
 	for i := range s.entries {
@@ -139,7 +156,7 @@ func (t *table) grow(o *order, s *segment, hash uint64) {
 	case 2*live <= len(s.entries):
 		t.rebuild(o, s, s, len(s.entries))
 	case len(s.entries) < largeSegment || s.depth == deepest:
-		t.rebuild(o, s, s, 2*len(s.entries))
+		t.rebuild(o, s, s, larger(len(s.entries)))
 	default:
 		t.split(o, s, hash)
 	}
@@ -161,7 +178,7 @@ func (t *table) split(o *order, s *segment, hash uint64) {
 	for i := first + n; i < first+2*n; i++ {
 		t.dir[i] = twin
 	}
-	t.rebuild(o, s, twin, len(s.entries))
+	t.rebuild(o, s, twin, len(s.entries)*2/3)
 }
 
 // rebuild moves the live entries of s to new space: those whose next hash bit
@@ -173,7 +190,6 @@ func (t *table) rebuild(o *order, s, twin *segment, size int) {
 		twin.entries, twin.filled = make([]entry, size), 0
 	}
 	bit := uint64(1) << 63 >> (s.depth - 1)
-	mask := uint64(size - 1)
 	for _, e := range old {
 		if e.slot == 0 || o.runs[e.slot].gen != e.gen {
 			continue
@@ -182,9 +198,11 @@ func (t *table) rebuild(o *order, s, twin *segment, size int) {
 		if twin != s && e.hash&bit != 0 {
 			to = twin
 		}
-		i := e.hash & mask
+		i := to.home(e.hash)
 		for to.entries[i].slot != 0 {
-			i = (i + 1) & mask
+			if i++; i == size {
+				i = 0
+			}
 		}
 		to.entries[i] = e
 		to.filled++
