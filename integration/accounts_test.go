@@ -127,13 +127,17 @@ func (s *site) meet(t *testing.T, client *http.Client, method, fate, body string
 	_, _ = io.Copy(io.Discard, res.Body)
 }
 
-// leave sends a request, waits until it has reached its upstream, does what is
-// to be done meanwhile and closes the connection.
+// leave sends a request, a GET where it has no body, waits until it has reached
+// its upstream, does what is to be done meanwhile and closes the connection.
 func (s *site) leave(t *testing.T, f *fates, fate, body string, meanwhile func()) {
 	t.Helper()
 	id, arrived := fmt.Sprint(rand.Int()), make(chan struct{}, 10)
 	f.arrivals.Store(id, arrived)
-	c := s.dial(t, "POST", fate, fmt.Sprintf("Id: %s\r\nContent-Length: %d\r\n\r\n%s", id, len(body), body))
+	method := http.MethodPost
+	if body == "" {
+		method = http.MethodGet
+	}
+	c := s.dial(t, method, fate, fmt.Sprintf("Id: %s\r\nContent-Length: %d\r\n\r\n%s", id, len(body), body))
 	defer c.Close()
 	select {
 	case <-arrived:
@@ -194,8 +198,14 @@ func TestAccountsReturnToZero(t *testing.T) {
 	}
 	storm := func() {
 		var wg sync.WaitGroup
-		defer wg.Wait()
-		for _, client := range clients() {
+		clients := clients()
+		defer func() {
+			wg.Wait()
+			for _, client := range clients { // or what was dialed and never used stays open
+				client.CloseIdleConnections()
+			}
+		}()
+		for _, client := range clients {
 			for _, fate := range []string{"json", "stream", "die", "die-midstream", "die-midbody", "429", "500", "503"} {
 				for i := range 6 {
 					body := prompt(i%2 == 0)
@@ -209,6 +219,7 @@ func TestAccountsReturnToZero(t *testing.T) {
 			for _, fate := range []string{"wait", "wait-midstream"} {
 				body := prompt(i%2 == 0)
 				wg.Go(func() { s.leave(t, g.fates, fate, body, func() {}) })
+				wg.Go(func() { s.leave(t, g.fates, fate, "", func() {}) })
 			}
 			wg.Go(func() { s.converse(t, i%2 == 0) })
 			half := prompt(false)[:1000]
@@ -228,12 +239,30 @@ func TestAccountsReturnToZero(t *testing.T) {
 	storm()
 	s.settled(t)
 
+	// Answers that go through routes, where some are copied and some are not even
+	// closed, and requests that are chosen for and never sent.
+	s.reload(t, g.addrs[0], policy()+"@json header Content-Type application/json\n\t\thandle_response @json {\n\t\t\tabort\n\t\t}\n\t\t"+
+		"@stream header Content-Type text/event-stream\n\t\thandle_response @stream {\n\t\t\tcopy_response\n\t\t}")
+	storm()
+	s.settled(t)
+	s.reload(t, "{header.Fate}", policy())
+	for range 10 {
+		const manyPorts = "127.0.0.1:1-9" // is no place to send anything to
+		s.meet(t, http.DefaultClient, http.MethodGet, manyPorts, "")
+		s.meet(t, http.DefaultClient, http.MethodPost, manyPorts, prompt(false))
+	}
+	s.settled(t)
+
 	// Streams and waiting requests that outlive their configuration.
+	s.reload(t, g.addrs[0], policy())
 	var wg sync.WaitGroup
 	var arrived sync.WaitGroup
 	reloaded := make(chan struct{})
 	for i := range 20 {
 		body := prompt(true)
+		if i%4 > 1 {
+			body = ""
+		}
 		arrived.Add(1)
 		wg.Go(func() {
 			s.leave(t, g.fates, []string{"wait", "wait-midstream"}[i%2], body, func() {

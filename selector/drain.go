@@ -100,6 +100,9 @@ func (p *Policy) draining(up *reverseproxy.Upstream) (since time.Time, drains bo
 	return p.learned.drained.of(up.String())
 }
 
+// drainsAny reports whether any upstream drains at all.
+func (p *Policy) drainsAny() bool { return len(p.drains.all()) > 0 || len(p.learned.drained.all()) > 0 }
+
 // endDrain ends the drains that no other configuration goes on with.
 func (p *Policy) endDrain() {
 	for _, upstream := range p.config.Drain {

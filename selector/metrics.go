@@ -2,6 +2,7 @@ package selector
 
 import (
 	"errors"
+	"maps"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,7 +47,7 @@ type metricSet struct {
 	gauges         fleetGauges
 	sync           syncMetrics
 
-	causes sync.Map // counters of unkeyed by cause
+	causes atomic.Pointer[map[string]prometheus.Counter] // of unkeyed; changed under mu
 
 	mu     sync.RWMutex
 	series map[string]*upstreamSeries
@@ -167,11 +168,21 @@ func (m *metricSet) forget(known func(upstream string) bool) {
 
 // withoutKey counts a request without a key.
 func (m *metricSet) withoutKey(cause string) {
-	counter, ok := m.causes.Load(cause)
-	if !ok {
-		counter, _ = m.causes.LoadOrStore(cause, m.unkeyed.WithLabelValues(cause))
+	if known := m.causes.Load(); known != nil {
+		if counter := (*known)[cause]; counter != nil {
+			counter.Inc()
+			return
+		}
 	}
-	counter.(prometheus.Counter).Inc()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	counters := make(map[string]prometheus.Counter)
+	if known := m.causes.Load(); known != nil {
+		maps.Copy(counters, *known)
+	}
+	counters[cause] = m.unkeyed.WithLabelValues(cause)
+	counters[cause].Inc()
+	m.causes.Store(&counters)
 }
 
 // pollDue reports whether the upstream's metrics should be read now, and takes
@@ -184,8 +195,10 @@ func (s *upstreamSeries) pollDue(now time.Time, interval time.Duration) bool {
 // decided counts a decision.
 func (s *upstreamSeries) decided(c affinity.Choice) {
 	s.decisions[c.Reason].Inc()
-	s.promptTokens.Add(float64(c.PromptTokens))
-	s.matchedTokens.Add(float64(c.MatchedTokens))
+	if c.PromptTokens > 0 {
+		s.promptTokens.Add(float64(c.PromptTokens))
+		s.matchedTokens.Add(float64(c.MatchedTokens))
+	}
 }
 
 // counted returns what a counter stands at.

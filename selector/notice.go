@@ -35,9 +35,9 @@ func (n *notices) scope(logger *zap.Logger, scope string) {
 
 // body counts a request with a body, and warns where none has had a prompt for
 // a minute.
-func (n *notices) body(logger *zap.Logger, cause string, now time.Time) {
+func (n *notices) body(logger *zap.Logger, cause string, clock func() time.Time) {
 	if cause == keyed {
-		n.lastKeyed.Store(now.UnixNano())
+		n.lastKeyed.Store(clock().UnixNano())
 		n.unkeyed.Store(0)
 		return
 	}
@@ -45,8 +45,9 @@ func (n *notices) body(logger *zap.Logger, cause string, now time.Time) {
 	case causeMethod, causeUpgrade, causeEmpty, causeUnreadable:
 		return // never meant to have one
 	}
-	n.lastKeyed.CompareAndSwap(0, now.UnixNano())
-	if n.unkeyed.Add(1) < unkeyedLeast || now.UnixNano()-n.lastKeyed.Load() < int64(unkeyedTime) || n.told.Swap(true) {
+	now := clock().UnixNano()
+	n.lastKeyed.CompareAndSwap(0, now)
+	if n.unkeyed.Add(1) < unkeyedLeast || now-n.lastKeyed.Load() < int64(unkeyedTime) || n.told.Swap(true) {
 		return
 	}
 	logger.Warn("no request body has held a prompt for a minute, so all requests go to the fallback: "+

@@ -35,7 +35,7 @@ func TestUnkeyedBodiesAreNoticedOnce(t *testing.T) {
 			logger, logs := observed()
 			var n notices
 			for i, cause := range test.causes {
-				n.body(logger, cause, start.Add(time.Duration(i)*10*time.Second))
+				n.body(logger, cause, func() time.Time { return start.Add(time.Duration(i) * 10 * time.Second) })
 			}
 			if logs.Len() != test.want {
 				t.Errorf("%d warnings, want %d: %v", logs.Len(), test.want, logs.All())
@@ -52,7 +52,7 @@ func TestUnknownScopeIsNoticedByEachPolicy(t *testing.T) {
 		p := &Policy{config: Config{Scope: "{nosuch}"}, logger: logger}
 		for range 3 {
 			ctx := context.WithValue(t.Context(), caddy.ReplacerCtxKey, caddy.NewReplacer())
-			q := &request{policy: p, r: httptest.NewRequestWithContext(ctx, http.MethodPost, "/", nil)}
+			q := &request{policy: p, content: new(content), r: httptest.NewRequestWithContext(ctx, http.MethodPost, "/", nil)}
 			if q.resolveScope() {
 				t.Fatal("resolved")
 			}

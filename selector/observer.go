@@ -131,6 +131,7 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 		return o.RoundTripper.RoundTrip(req)
 	}
 	attempt := q.attempt
+	attempt.Begin(attempt.Sent())
 	asked := o.policy.config.ORCA != "" && req.Header.Get(orcaRequest) == ""
 	if asked {
 		ask := *req
@@ -141,7 +142,7 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	res, err := o.RoundTripper.RoundTrip(req)
 	if err != nil {
 		outcome := affinity.Lost
-		if req.Context().Err() != nil || errors.Is(err, context.Canceled) || q.held.broken() {
+		if req.Context().Err() != nil || errors.Is(err, context.Canceled) || q.content != nil && q.held.broken() {
 			outcome = affinity.Aborted
 		}
 		attempt.Finish(time.Now(), outcome, 0)
@@ -198,7 +199,7 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 	now := time.Now()
 	switch status := res.StatusCode; {
 	case status == http.StatusSwitchingProtocols:
-		// The connection leaves HTTP: it ends with the request.
+		q.watchEnd() // the connection leaves HTTP: it ends with the request
 	case status == http.StatusTooManyRequests, status == http.StatusServiceUnavailable:
 		attempt.Finish(now, affinity.Refused, retryAfter(res.Header.Get("Retry-After"), now))
 	case status < 200 || status > 299:
@@ -209,7 +210,10 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 			format = signal.FormatOf(res.Header.Get("Content-Type"))
 		}
 		attempt.Confirm(now, format == signal.SSE || format == signal.NDJSON)
-		t := &tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, sent: q.sent, promptTokens: q.choice.PromptTokens, cached: -1}
+		if o.handler != nil && len(o.handler.HandleResponse) > 0 {
+			q.watchEnd() // such a route may abort, and leave the body open
+		}
+		t := &tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, promptTokens: q.choice.PromptTokens, cached: -1}
 		if t.ttft = q.series.ttftMiss; q.choice.MatchedTokens >= o.policy.config.MinMatch {
 			t.ttft = q.series.ttftHit
 		}
@@ -255,7 +259,6 @@ type tappedBody struct {
 	attempt      *affinity.Attempt
 	series       *upstreamSeries
 	ttft         prometheus.Observer
-	sent         time.Time
 	tap          *signal.Tap // nil: the format is not known
 	promptTokens int         // as estimated
 	cached       int         // cached tokens by header; -1: not said
@@ -274,7 +277,7 @@ func (t *tappedBody) Read(p []byte) (int, error) {
 		if t.tap.Write(p[:n]) {
 			now := time.Now()
 			t.attempt.FirstOutput(now)
-			t.ttft.Observe(now.Sub(t.sent).Seconds())
+			t.ttft.Observe(now.Sub(t.attempt.Sent()).Seconds())
 		}
 		if !t.known {
 			t.learnID()
@@ -298,7 +301,7 @@ func (t *tappedBody) learnID() {
 	if id := t.tap.ResponseID(); id != nil {
 		t.known = true
 		p := t.q.policy
-		p.learned.index.Learn(p.hasher().ID(t.q.scope, string(id)), t.attempt.Replica())
+		p.learned.index.Learn(p.hasher().ID(t.q.tenant(), string(id)), t.attempt.Replica())
 	}
 }
 
@@ -340,7 +343,7 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 	}
 	t.attempt.Finish(time.Now(), outcome, 0)
 	t.q.policy.learns()
-	if t.started {
+	if t.started && t.q.stop != nil {
 		t.q.stop()
 	}
 }
@@ -348,8 +351,8 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 // explain tells what was decided, as a structured header field (RFC 8941).
 func (q *request) explain() string {
 	text := fmt.Sprintf("%s;upstream=%q;matched=%d;prompt=%d", q.choice.Reason, q.upstream, q.choice.MatchedTokens, q.choice.PromptTokens)
-	if q.policy.config.Shadow {
-		text += fmt.Sprintf(";wanted=%q;wanted_matched=%d", q.wantedUpstream, q.wanted.MatchedTokens)
+	if q.shadowed != nil {
+		text += fmt.Sprintf(";wanted=%q;wanted_matched=%d", q.shadowed.upstream, q.shadowed.choice.MatchedTokens)
 	}
 	return text
 }

@@ -181,26 +181,30 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
 	s.candidates = s.candidates[:0]
-	replicas := p.replicas(pool)
+	known := p.resolve(pool)
+	plain := len(q.failed) == 0 && !p.drainsAny()
 	for i, up := range pool {
-		s.candidates = append(s.candidates, affinity.Candidate{
-			Replica:  replicas[i],
-			State:    q.stateOf(up, now),
-			InFlight: up.NumRequests(),
-		})
+		state := affinity.Available
+		switch {
+		case !up.Available():
+			state = affinity.Unavailable
+		case !plain:
+			state = q.stateOf(up, now)
+		}
+		s.candidates = append(s.candidates, affinity.Candidate{Replica: known.replicas[i], State: state, InFlight: up.NumRequests()})
 	}
 	var fallback func(affinity.Choice) int
 	if p.fallback != nil {
 		fallback = func(wanted affinity.Choice) int {
 			if p.config.Shadow {
-				q.wanted, q.wantedUpstream = wanted, pool[wanted.Candidate].String()
-				metrics.of(q.wantedUpstream).shadowMatchedTokens.Add(float64(wanted.MatchedTokens))
+				q.shadowed = &shadowed{wanted, pool[wanted.Candidate].String()}
+				known.seriesOf(wanted.Candidate).shadowMatchedTokens.Add(float64(wanted.MatchedTokens))
 			}
 			return p.fallBack(pool, s.candidates, r, w)
 		}
 	}
 	var key *prefixhash.Key
-	if q.blocks != nil {
+	if q.content != nil && q.blocks != nil {
 		key = &q.key
 	}
 	choice, attempt := p.learned.index.Route(now, key, s.candidates, p.currentRule(), fallback)
@@ -209,7 +213,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	}
 	metrics.decisionTime.Observe(time.Since(now).Seconds())
 	up := pool[choice.Candidate]
-	q.send(now, attempt, choice, up.String(), holderOf(pool, choice))
+	q.send(attempt, choice, up.String(), holderOf(pool, choice), known.seriesOf(choice.Candidate))
 	if c := p.logger.Check(zapcore.DebugLevel, "selected upstream"); c != nil {
 		c.Write(zap.String("upstream", q.upstream),
 			zap.Stringer("reason", choice.Reason),
@@ -227,26 +231,38 @@ func (p *Policy) learns() {
 	}
 }
 
-// resolved are the replicas of a pool of upstreams.
+// resolved is what belongs to the addresses of a pool of upstreams.
 type resolved struct {
-	pool     reverseproxy.UpstreamPool
-	replicas []*affinity.Replica
+	pool      reverseproxy.UpstreamPool
+	replicas  []*affinity.Replica
+	series    []atomic.Pointer[upstreamSeries] // of those that were chosen
+	forgotten uint32                           // by the fleet, and so by the metrics, when it was looked up
 }
 
-// replicas returns the replica of each upstream. Where the upstreams are those of
+// seriesOf returns the series of an upstream.
+func (k *resolved) seriesOf(i int) *upstreamSeries {
+	s := k.series[i].Load()
+	if s == nil {
+		s = metrics.of(k.pool[i].String())
+		k.series[i].Store(s)
+	}
+	return s
+}
+
+// resolve returns the replica of each upstream. Where the upstreams are those of
 // the last request, which they are unless they are found dynamically, it need not
 // look them up by their addresses.
-func (p *Policy) replicas(pool reverseproxy.UpstreamPool) []*affinity.Replica {
-	if last := p.last.Load(); last != nil && slices.Equal(last.pool, pool) &&
-		!slices.ContainsFunc(last.replicas, (*affinity.Replica).Gone) {
-		return last.replicas
+func (p *Policy) resolve(pool reverseproxy.UpstreamPool) *resolved {
+	forgotten := p.learned.fleet.Forgotten()
+	if last := p.last.Load(); last != nil && last.forgotten == forgotten && slices.Equal(last.pool, pool) {
+		return last
 	}
-	now := &resolved{slices.Clone(pool), make([]*affinity.Replica, len(pool))}
+	now := &resolved{slices.Clone(pool), make([]*affinity.Replica, len(pool)), make([]atomic.Pointer[upstreamSeries], len(pool)), forgotten}
 	for i, up := range pool {
 		now.replicas[i] = p.learned.fleet.Replica(up.String())
 	}
 	p.last.Store(now)
-	return now.replicas
+	return now
 }
 
 // fallBack asks the fallback policy, which sees only the upstreams that may be

@@ -38,27 +38,35 @@ type request struct {
 	trail  *trail
 	own    trail       // that of the first request
 	before *request    // on the trail
-	stop   func() bool // takes back the request's own end
-	scope  string      // its tenant
+	stop   func() bool // takes back the watch for the request's end; nil: there is none
+	cause  string      // keyed, or why there is no key
 
 	mu       sync.Mutex
-	key      prefixhash.Key
-	blocks   *[]prefixhash.Block // the key's memory, pooled; nil: there is no key
-	cause    string              // keyed, or why there is no key
-	held     *held               // nil: the body is left as it came
-	body     *attemptBody
+	*content          // nil: the body is left as it came
 	failed   []string // upstreams that had their attempt
 	over     bool     // no further attempt can come; key and held are gone
 	attempt  *affinity.Attempt
 	choice   affinity.Choice
+	shadowed *shadowed
 	upstream string // that the attempt went to
 	holder   string // upstream with the longest match
-	// What the policy would have chosen, where it is a shadow.
-	wanted         affinity.Choice
-	wantedUpstream string
-	sent           time.Time
-	series         *upstreamSeries
-	attempts       int
+	series   *upstreamSeries
+	attempts int
+}
+
+// content is what was read of a request. Its request's lock guards it.
+type content struct {
+	scope  string // the request's tenant
+	key    prefixhash.Key
+	blocks *[]prefixhash.Block // the key's memory, pooled; nil: there is no key
+	held   *held
+	body   *attemptBody // the attempt's
+}
+
+// shadowed is what a policy that is a shadow would have chosen.
+type shadowed struct {
+	choice   affinity.Choice
+	upstream string
 }
 
 // A trail is what one HTTP request leads to: it may pass several handlers, and
@@ -88,7 +96,17 @@ func (t *trail) find(p *Policy, r *http.Request) *request {
 
 // newRequest reads what the request says about its prompt.
 func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
-	q := &request{policy: p, r: r}
+	var q *request
+	if cause := unwanted(r); cause == keyed {
+		both := new(struct { // one allocation
+			request
+			own content
+		})
+		q, both.content = &both.request, &both.own
+	} else {
+		q = &request{cause: cause}
+	}
+	q.policy, q.r = p, r
 	if q.trail, _ = vars[trailVar].(*trail); q.trail == nil {
 		q.trail = &q.own
 		if vars != nil {
@@ -99,21 +117,31 @@ func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 		}
 	}
 	q.before, q.trail.newest = q.trail.newest, q
-	q.readKey()
-	p.notices.body(p.logger, q.cause, time.Now())
+	if q.content != nil {
+		q.readKey()
+	}
+	p.notices.body(p.logger, q.cause, time.Now)
 	if q.cause != keyed {
 		metrics.withoutKey(q.cause)
 	}
-	q.stop = context.AfterFunc(r.Context(), q.end)
+	if q.content != nil || p.observer == nil {
+		q.watchEnd()
+	}
 	return q
 }
 
-// readKey reads the body, as far as it is wanted, and makes the prompt's key.
+// watchEnd has the request's end seen, whatever happens. It costs as much as all
+// else of a decision by load alone, so that requests do without from which there
+// is nothing to give back before the observer has them.
+func (q *request) watchEnd() {
+	if q.stop == nil {
+		q.stop = context.AfterFunc(q.r.Context(), q.end)
+	}
+}
+
+// readKey reads the body and makes the prompt's key.
 func (q *request) readKey() {
 	r, config := q.r, &q.policy.config
-	if q.cause = unwanted(r); q.cause != keyed {
-		return
-	}
 	q.held = hold(r.Body, r.ContentLength, config.MaxBody, looksLikeJSON)
 	if q.held.empty() && r.ContentLength != 0 {
 		q.inherit()
@@ -149,12 +177,20 @@ func (q *request) readKey() {
 // its error route, say.
 func (q *request) inherit() {
 	for b := q.before; b != nil; b = b.before {
-		if b.held != nil && !b.held.empty() && b.held.retain() {
+		if b.content != nil && !b.held.empty() && b.held.retain() {
 			q.held.release()
 			q.held = b.held
 			return
 		}
 	}
+}
+
+// tenant returns the request's scope, as far as it was asked for.
+func (q *request) tenant() string {
+	if q.content == nil {
+		return ""
+	}
+	return q.scope
 }
 
 // resolveScope finds the request's tenant; false means that nobody can tell.
@@ -220,7 +256,7 @@ func looksLikeJSON(head []byte) bool {
 // rewind gives the request the body of its next attempt; false means that there
 // can be none because part of it was sent and not kept.
 func (q *request) rewind(r *http.Request) bool {
-	if q.held == nil {
+	if q.content == nil {
 		return true
 	}
 	if q.body != nil {
@@ -250,7 +286,7 @@ func (q *request) lend(req *http.Request) *http.Request {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.giveUp()
-	if q.body == nil || req.Body != q.body || !q.rewind(q.r) {
+	if q.content == nil || q.body == nil || req.Body != q.body || !q.rewind(q.r) {
 		return req
 	}
 	lent := *req
@@ -259,15 +295,16 @@ func (q *request) lend(req *http.Request) *http.Request {
 }
 
 // send notes the attempt that comes next.
-func (q *request) send(now time.Time, attempt *affinity.Attempt, choice affinity.Choice, upstream, holder string) {
-	q.attempt, q.choice, q.upstream, q.holder = attempt, choice, upstream, holder
+func (q *request) send(attempt *affinity.Attempt, choice affinity.Choice, upstream, holder string, series *upstreamSeries) {
+	q.attempt, q.choice, q.upstream, q.holder, q.series = attempt, choice, upstream, holder, series
 	q.trail.latest = q
 	q.attempts++
-	q.sent = now
-	q.series = metrics.of(upstream)
-	q.series.decided(choice)
-	if q.over { // the client left while we were choosing
-		attempt.Finish(now, affinity.Aborted, 0)
+	series.decided(choice)
+	switch {
+	case q.over: // the client left while we were choosing
+		attempt.Finish(attempt.Sent(), affinity.Aborted, 0)
+	case q.policy.observer == nil:
+		attempt.Begin(attempt.Sent())
 	}
 }
 
@@ -281,11 +318,9 @@ func (q *request) giveUp() {
 	q.attempt = nil
 }
 
+// stateOf tells whether an available upstream may be chosen.
 func (q *request) stateOf(up *reverseproxy.Upstream, now time.Time) affinity.State {
-	switch {
-	case !up.Available():
-		return affinity.Unavailable
-	case len(q.failed) > 0 && slices.Contains(q.failed, up.String()):
+	if slices.Contains(q.failed, up.String()) {
 		return affinity.Failed
 	}
 	since, drained := q.policy.draining(up)
@@ -306,9 +341,10 @@ func (q *request) settle() {
 		return
 	}
 	q.over = true
-	if q.held != nil {
-		q.held.release()
+	if q.content == nil {
+		return
 	}
+	q.held.release()
 	if q.blocks != nil {
 		*q.blocks = q.key.Blocks
 		keyBlocks.Put(q.blocks)

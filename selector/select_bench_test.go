@@ -65,6 +65,7 @@ func deciders(tb testing.TB, replicas int) (stock, ours func(*http.Request)) {
 	pool := upstreams(replicas)
 	least := new(reverseproxy.LeastConnSelection)
 	p := newTestPolicy(tb, Config{})
+	p.observer = &observer{policy: p, handler: new(reverseproxy.Handler)}
 	return func(r *http.Request) {
 			if least.Select(pool, r, nil) == nil {
 				tb.Fatal("nothing selected")
@@ -74,9 +75,9 @@ func deciders(tb testing.TB, replicas int) (stock, ours func(*http.Request)) {
 				tb.Fatal("nothing selected")
 			}
 			q := caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
+			q.attempt.Begin(q.attempt.Sent())
 			q.settle()
 			q.attempt.Finish(time.Now(), affinity.Served, 0)
-			q.stop()
 		}
 }
 

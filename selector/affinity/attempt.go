@@ -8,27 +8,35 @@ import (
 )
 
 // An Attempt is one try of one request on one replica. The replica's account
-// and index have it from the moment it was routed; what is seen of the response
-// must be told by its methods, and at last Finish. They may come from any
-// goroutine, in any order and more than once.
+// and index have it from the moment it was routed, or, where it has no key, from
+// Begin on; what is seen of the response must be told by its methods, and at last
+// Finish. They may come from any goroutine, in any order and more than once.
 type Attempt struct {
 	replica  *Replica
-	table    *table // nil: no key
 	prompt   float64
 	uncached float64
 	sent     time.Time
 	journal  Journal // nil: nobody wants to know
 	id       uint64  // its number in the journal
-	far      bool    // of another gateway: what is known of it comes late
+	index    *Index  // for Begin; nil: it has begun when it was routed
+	*mark            // nil: no key
 
 	// Guarded by Fleet.mu.
 	prev, next *Attempt // in the replica's queue
-	queued     bool     // no output yet
-	blind      bool     // its first output won't be seen
+	begun      bool
+	queued     bool // no output yet
+	blind      bool // its first output won't be seen
 	confirmed  bool
 	ended      bool
 
-	// Guarded by Replica.mu.
+	far        bool // of another gateway: what is known of it comes late
+	candidates int  // it was chosen from
+}
+
+// A mark is what an attempt left in its replica's index. It is guarded by
+// Replica.mu.
+type mark struct {
+	table      *table
 	slot, gen  uint32              // its run; slot 0: none
 	chain      []prefixhash.Block  // while provisional
 	buffer     *[]prefixhash.Block // that chain is kept in
@@ -39,6 +47,20 @@ type Attempt struct {
 	nth        uint32              // which of the replica's requests it is
 	judged     bool                // what the engine reports is evidence
 	generation uint32
+}
+
+// newAttempt returns an attempt of a request that has a key or not.
+func newAttempt(keyed bool) *Attempt {
+	if !keyed {
+		return new(Attempt)
+	}
+	a := new(struct { // one allocation
+		Attempt
+		own mark
+	})
+	a.mark = &a.own
+	a.known = a.first[:0]
+	return &a.Attempt
 }
 
 // chains holds buffers for the chains of provisional attempts.
@@ -58,6 +80,30 @@ func (a *Attempt) drop() {
 // Replica returns where the attempt goes.
 func (a *Attempt) Replica() *Replica { return a.replica }
 
+// Sent returns when the attempt was routed.
+func (a *Attempt) Sent() time.Time { return a.sent }
+
+// Begin takes an attempt without a key into the replica's account; with a key it
+// is there. Between the choice and the sending whoever chose has no say, and
+// watching for a request that never comes to be sent costs more than all the rest
+// of a decision by load alone. So such an attempt counts from when it is sent:
+// its end is seen then.
+func (a *Attempt) Begin(now time.Time) {
+	if a.index == nil {
+		return
+	}
+	f := a.replica.fleet
+	f.mu.Lock()
+	fresh := !a.begun && !a.ended
+	if fresh {
+		a.replica.load.enqueue(a, now)
+	}
+	f.mu.Unlock()
+	if fresh {
+		a.announce(a.index, nil, &noKey)
+	}
+}
+
 // Confirm takes in the headers of a 2xx. stream says whether a first output will
 // be seen: until then the prompt may still wait for its prefill. If not, the
 // replica has it, and the prefill counts as done when it should be.
@@ -74,7 +120,7 @@ func (a *Attempt) Confirm(now time.Time, stream bool) {
 		}
 	}
 	f.mu.Unlock()
-	if held && a.table != nil {
+	if held && a.mark != nil {
 		a.replica.mu.Lock()
 		a.replica.confirm(a)
 		a.replica.mu.Unlock()
@@ -116,7 +162,7 @@ func (a *Attempt) FirstOutput(now time.Time) {
 	r := a.replica
 	r.mu.Lock()
 	r.run(passed)
-	if held && a.table != nil {
+	if held && a.mark != nil {
 		r.confirm(a)
 	}
 	r.mu.Unlock()
@@ -140,6 +186,9 @@ func (a *Attempt) Report(promptTokens, cachedTokens int) (restarted bool) {
 
 // report takes in which share of the prompt the engine had cached.
 func (a *Attempt) report(share float64) (restarted bool) {
+	if a.mark == nil {
+		return false
+	}
 	r := a.replica
 	r.mu.Lock()
 	fresh := a.judged && a.generation == r.generation
@@ -162,7 +211,8 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	var buf [8]*Attempt
 	var passed []*Attempt
 	r.fleet.mu.Lock()
-	if a.ended {
+	if a.ended || !a.begun {
+		a.ended = true
 		r.fleet.mu.Unlock()
 		return
 	}
@@ -185,11 +235,11 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	}
 	r.fleet.mu.Unlock()
 
-	if a.table != nil || len(passed) > 0 {
+	if a.mark != nil || len(passed) > 0 {
 		r.mu.Lock()
 		r.run(passed)
 		switch {
-		case a.table == nil:
+		case a.mark == nil:
 		case stays:
 			r.confirm(a)
 			r.end(a)

@@ -118,21 +118,30 @@ func (f *Fleet) sweep(now time.Time) {
 // advance lets time pass for the requests whose first output can't be seen.
 func (f *Fleet) advance(now time.Time, cands []Candidate) {
 	var buf [8]*Attempt
+	passed := buf[:0]
+	f.mu.Lock()
 	for i := range cands {
 		r := cands[i].Replica
-		f.mu.Lock()
-		passed := buf[:0]
 		if g := r.group.Load(); g != nil {
 			passed = r.load.advance(g, now, passed)
 		}
-		f.mu.Unlock()
-		if len(passed) > 0 {
-			r.mu.Lock()
-			r.run(passed)
-			r.mu.Unlock()
+	}
+	f.mu.Unlock()
+	for len(passed) > 0 { // those of one replica follow each other
+		r, n := passed[0].replica, 1
+		for n < len(passed) && passed[n].replica == r {
+			n++
 		}
+		r.mu.Lock()
+		r.run(passed[:n])
+		r.mu.Unlock()
+		passed = passed[n:]
 	}
 }
+
+// Forgotten counts how often replicas were forgotten: who keeps some must ask for
+// them again when it has changed.
+func (f *Fleet) Forgotten() uint32 { return f.gone.Load() }
 
 // A group is the replicas that have been candidates together: they serve the
 // same models, so what one teaches says something of the others.

@@ -119,6 +119,9 @@ func (s *scratch) matched(candidate int) uint32 {
 	return s.views[candidate].matched
 }
 
+// noScratch is that of a decision by load alone. It stays empty.
+var noScratch scratch
+
 // noKey is the key of a request that has none.
 var noKey = prefixhash.Key{Stream: true}
 
@@ -129,7 +132,8 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 // other.
 //
 // A nil key, or one without blocks, is no prompt to go by: the replica with the
-// fewest requests in flight has it. fallback, if not nil, chooses for requests
+// fewest requests in flight has it, and, where the key is nil, takes it into its
+// account at Begin only. fallback, if not nil, chooses for requests
 // that no match decides (cold, overflow, no_key; unhealthy where no other match
 // is worth following); it is given the own choice and returns an index into
 // cands, or -1 to leave it at that. No lock is held while it runs.
@@ -143,15 +147,18 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	if f.blind.Load() > 0 {
 		f.advance(now, cands)
 	}
-	if key == nil {
+	keyless, s := key == nil, &noScratch
+	if keyless {
 		key = &noKey
+	} else {
+		s = scratches.Get().(*scratch)
+		defer scratches.Put(s)
+		s.views = s.views[:0]
 	}
-	s := scratches.Get().(*scratch)
-	defer scratches.Put(s)
-
 	chain := key.Blocks
 	prompt := float64(key.Bytes) / BytesPerToken
-	a := &Attempt{prompt: prompt, sent: now, blind: !key.Stream, judged: key.Judged && len(chain) > 0}
+	a := newAttempt(len(chain) > 0)
+	a.prompt, a.sent, a.blind, a.candidates = prompt, now, !key.Stream, len(cands)
 	choice := x.decide(s, now, key, cands, rule)
 	if choice.Candidate < 0 {
 		f.mu.Unlock()
@@ -173,7 +180,11 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		f.mu.Lock()
 	}
 	a.replica, a.uncached = r, uncached(prompt, s.matched(choice.Candidate))
-	r.load.enqueue(a, now)
+	if keyless {
+		a.index = x
+	} else {
+		r.load.enqueue(a, now)
+	}
 	r.load.give(r.group.Load(), a.uncached, r.limit(), len(cands))
 	if len(chain) > 0 {
 		r.load.bring(chain, s.views[choice.Candidate].held)
@@ -185,17 +196,13 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 
 	if len(chain) > 0 {
 		v := &s.views[choice.Candidate]
-		a.table, a.generation, a.known = v.table, r.generation, a.first[:0]
+		a.table, a.generation, a.judged = v.table, r.generation, key.Judged
 		r.send(a.table, a, chain, v.blocks, f.limit(), s.spans[:0])
 		r.mu.Unlock()
 	}
 	x.sessions.set(key.Session, r.serial)
-	if j := x.journal.Load(); j != nil {
-		a.journal, a.id = *j, x.numbers.Add(1)
-		a.note(Event{
-			Kind: Sent, Replica: r.addr, Blocks: chain, Candidates: len(cands), Stream: key.Stream, Judged: key.Judged,
-			PromptTokens: prompt, UncachedTokens: a.uncached, Session: key.Session,
-		})
+	if !keyless {
+		a.announce(x, chain, key)
 	}
 	return choice, a
 }
@@ -208,7 +215,6 @@ func (x *Index) decide(s *scratch, now time.Time, key *prefixhash.Key, cands []C
 	f, chain := x.fleet, key.Blocks
 	prompt := float64(key.Bytes) / BytesPerToken
 	if len(chain) == 0 && key.Session == 0 && key.Previous == 0 {
-		s.views = s.views[:0]
 		f.mu.Lock()
 		f.join(cands, now)
 		return Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}

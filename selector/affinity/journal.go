@@ -55,6 +55,20 @@ func (x *Index) EndJournal(j Journal) {
 	}
 }
 
+// announce tells an index's journal that an attempt was sent, and of its events from
+// now on.
+func (a *Attempt) announce(x *Index, chain []prefixhash.Block, key *prefixhash.Key) {
+	j := x.journal.Load()
+	if j == nil {
+		return
+	}
+	a.journal, a.id = *j, x.numbers.Add(1)
+	a.note(Event{
+		Kind: Sent, Replica: a.replica.addr, Blocks: chain, Candidates: a.candidates, Stream: key.Stream, Judged: key.Judged,
+		PromptTokens: a.prompt, UncachedTokens: a.uncached, Session: key.Session,
+	})
+}
+
 // note tells the journal of an event of the attempt.
 func (a *Attempt) note(e Event) {
 	if a.journal != nil {

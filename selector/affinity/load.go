@@ -128,7 +128,7 @@ func (l *load) enqueue(a *Attempt, now time.Time) {
 		l.clear = false // it may have been there before what we believe to be first
 	}
 	l.last = a
-	a.queued = true
+	a.begun, a.queued = true, true
 	l.waiting++
 	l.inFlight++
 	l.backlog += a.uncached

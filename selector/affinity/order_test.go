@@ -143,7 +143,7 @@ func TestDistances(t *testing.T) {
 					}
 				}
 			}
-			a := &Attempt{replica: r, table: table}
+			a := &Attempt{replica: r, mark: &mark{table: table}}
 			r.send(table, a, chain, rng.IntN(8), 1<<30, nil)
 			r.confirm(a)
 			live = append(live, pair{a, model.send(chain)})
@@ -201,7 +201,7 @@ func TestWithdraw(t *testing.T) {
 		var all []*Attempt
 		chains := prompts(rng, 60)
 		for step, chain := range chains {
-			a := &Attempt{replica: r, table: table}
+			a := &Attempt{replica: r, mark: &mark{table: table}}
 			r.send(table, a, chain, 0, 1<<30, nil)
 			pending[a] = chain
 			all = append(all, a)
@@ -259,7 +259,7 @@ func TestBound(t *testing.T) {
 	table := newTable()
 	var live []*Attempt
 	for step, chain := range prompts(rng, 5000) {
-		a := &Attempt{replica: r, table: table}
+		a := &Attempt{replica: r, mark: &mark{table: table}}
 		r.send(table, a, chain, 0, limit, nil)
 		if r.order.blocks > limit {
 			t.Fatalf("step %d: %d blocks, limit %d", step, r.order.blocks, limit)
@@ -327,7 +327,7 @@ func TestForget(t *testing.T) {
 	table := newTable()
 	r.capacity = 100 * testBlock
 	for i := range 1000 {
-		a := &Attempt{replica: r, table: table}
+		a := &Attempt{replica: r, mark: &mark{table: table}}
 		r.send(table, a, chainOf([]int{i}), 0, 1<<30, nil)
 		r.confirm(a)
 		r.end(a)

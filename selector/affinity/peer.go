@@ -77,11 +77,9 @@ func (p *Peer) send(now time.Time, e *Event) {
 	if r == nil || len(p.attempts) >= peerAttempts || p.attempts[e.Attempt] != nil {
 		return
 	}
-	a := &Attempt{
-		replica: r, prompt: max(e.PromptTokens, 0), uncached: max(e.UncachedTokens, 1), sent: now, far: true,
-		blind: !e.Stream, judged: e.Judged && len(e.Blocks) > 0,
-	}
-	a.known = a.first[:0]
+	a := newAttempt(len(e.Blocks) > 0)
+	a.replica, a.prompt, a.uncached, a.sent = r, max(e.PromptTokens, 0), max(e.UncachedTokens, 1), now
+	a.blind, a.far = !e.Stream, true
 	p.attempts[e.Attempt] = a
 
 	if x.fleet.blind.Load() > 0 {
@@ -102,7 +100,7 @@ func (p *Peer) send(now time.Time, e *Event) {
 		a.table = x.table(r)
 		limit := x.fleet.limit()
 		r.mu.Lock()
-		a.generation = r.generation
+		a.generation, a.judged = r.generation, e.Judged
 		r.send(a.table, a, e.Blocks, 0, limit, s.spans[:0])
 		r.mu.Unlock()
 	}

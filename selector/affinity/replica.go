@@ -35,10 +35,6 @@ type Replica struct {
 	cached      bool  // it has reported cached tokens
 }
 
-// Gone reports whether the replica was forgotten, so that who keeps it must ask
-// the fleet again.
-func (r *Replica) Gone() bool { return r.gone.Load() }
-
 // ReplicaState is what is known of a replica.
 type ReplicaState struct {
 	Address              string
@@ -233,7 +229,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 
 // owns reports whether an attempt still stands for a run. r.mu is held.
 func (r *Replica) owns(a *Attempt) bool {
-	return a.slot != 0 && r.order.runs[a.slot].gen == a.gen
+	return a.mark != nil && a.slot != 0 && r.order.runs[a.slot].gen == a.gen
 }
 
 // settled takes an attempt out of the provisional ones.

@@ -37,6 +37,7 @@ func (x *fixture) route(key *prefixhash.Key) (Choice, *Attempt) {
 // serve routes a key and answers it at once.
 func (x *fixture) serve(key *prefixhash.Key) Choice {
 	c, a := x.route(key)
+	a.Begin(x.now)
 	a.Confirm(x.now, true)
 	a.FirstOutput(x.now)
 	a.Finish(x.now, Served, 0)
@@ -73,6 +74,7 @@ func (x *fixture) counts(n int, key func(i int) *prefixhash.Key, each func(*Atte
 func TestSpread(t *testing.T) {
 	serve := func(x *fixture) func(*Attempt) {
 		return func(a *Attempt) {
+			a.Begin(x.now)
 			a.Confirm(x.now, true)
 			a.FirstOutput(x.now)
 			a.Finish(x.now, Served, 0)
@@ -847,10 +849,62 @@ func TestForgotten(t *testing.T) {
 		x.now = x.now.Add(8 * time.Hour) // of the night
 		x.serve(keyOf(9))
 		x.now = x.now.Add(time.Hour)
-		if c := x.serve(prompt); c.Candidate != at || c.Reason != Affinity || x.cands[at].Replica.Gone() {
+		if c := x.serve(prompt); c.Candidate != at || c.Reason != Affinity || x.cands[at].Replica.gone.Load() {
 			t.Errorf("%+v", c)
 		}
 	})
+}
+
+// TestBegin: an attempt without a key is in the account from Begin to Finish,
+// whatever else comes when.
+func TestBegin(t *testing.T) {
+	begin := func(x *fixture, a *Attempt) { a.Begin(x.now) }
+	finish := func(x *fixture, a *Attempt) { a.Finish(x.now, Served, 0) }
+	confirm := func(x *fixture, a *Attempt) { a.Confirm(x.now, false) }
+	output := func(x *fixture, a *Attempt) { a.FirstOutput(x.now) }
+	report := func(_ *fixture, a *Attempt) { a.Report(100, 50) }
+	type does = []func(*fixture, *Attempt)
+	for _, test := range []struct {
+		name   string
+		key    *prefixhash.Key
+		does   does
+		want   int
+		events string
+	}{
+		{"none/routed", nil, nil, 0, ""},
+		{"none/begun", nil, does{begin}, 1, "s"},
+		{"none/begun twice", nil, does{begin, begin}, 1, "s"},
+		{"none/ended", nil, does{begin, confirm, output, finish, finish}, 0, "scof"},
+		{"none/ended before it began", nil, does{finish, begin}, 0, ""},
+		{"none/never begun", nil, does{confirm, output, report, finish}, 0, ""},
+		{"none/too late", nil, does{begin, finish, begin, confirm, output}, 0, "sf"},
+		{"key/routed", keyOf(1, 2), nil, 1, "s"},
+		{"key/begun", keyOf(1, 2), does{begin}, 1, "s"},
+		{"key/ended", keyOf(1, 2), does{begin, confirm, finish, begin}, 0, "scf"},
+		{"no blocks/routed", &prefixhash.Key{Bytes: 400}, nil, 1, "s"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			x := newFixture(1)
+			events := ""
+			x.index.SetJournal(&tell{func(e Event) {
+				if events += string("scorfl"[e.Kind]); e.Kind == Sent && e.Candidates != 1 {
+					t.Errorf("sent: %+v", e)
+				}
+			}})
+			_, a := x.route(test.key)
+			for _, do := range test.does {
+				do(x, a)
+			}
+			if s := a.Replica().Snapshot(x.now); s.InFlight != test.want || events != test.events {
+				t.Errorf("%d in flight after %q, want %d after %q", s.InFlight, events, test.want, test.events)
+			}
+			x.now = x.now.Add(time.Hour)
+			x.serve(keyOf(3))
+			if l := &a.Replica().load; l.inFlight != test.want || test.want == 0 && (l.first != nil || l.backlog != 0 || l.prompt != 0 || x.fleet.blind.Load() != 0) {
+				t.Errorf("left over: %+v", l)
+			}
+		})
+	}
 }
 
 // TestSmallerIndexBeside: an index with a smaller bound takes nothing away from

@@ -1,0 +1,117 @@
+package selector
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+)
+
+// TestEndsWithoutPrompt: a request without a prompt counts while it is at its
+// upstream and not longer, however it ends, although nobody watches for its end.
+func TestEndsWithoutPrompt(t *testing.T) {
+	answer := func(status int, header ...string) func(*http.Request) (*http.Response, error) {
+		return func(*http.Request) (*http.Response, error) {
+			h := make(http.Header)
+			for i := 0; i < len(header); i += 2 {
+				h.Set(header[i], header[i+1])
+			}
+			return &http.Response{StatusCode: status, Header: h, Body: io.NopCloser(strings.NewReader("data: {}\n\n"))}, nil
+		}
+	}
+	read := func(body io.ReadCloser) { _, _ = io.Copy(io.Discard, body) }
+	start := func(body io.ReadCloser) { _, _ = body.Read(make([]byte, 1)) }
+	shut := func(body io.ReadCloser) { _ = body.Close() }
+	routes := &reverseproxy.Handler{HandleResponse: make([]caddyhttp.ResponseHandler, 1)}
+	for _, test := range []struct {
+		name      string
+		handler   *reverseproxy.Handler // nil: the policy has none
+		transport func(*http.Request) (*http.Response, error)
+		body      func(io.ReadCloser) // what becomes of the response's
+		pending   int                 // when the headers are there
+		after     int                 // when that became of it
+	}{
+		{"sent/never", new(reverseproxy.Handler), nil, nil, 0, 0},
+		{"sent/nobody sees it", nil, nil, nil, 1, 1},
+		{"error/connection", new(reverseproxy.Handler), func(*http.Request) (*http.Response, error) { return nil, errors.New("refused") }, nil, 0, 0},
+		{"error/client", new(reverseproxy.Handler), func(*http.Request) (*http.Response, error) { return nil, context.Canceled }, nil, 0, 0},
+		{"refused/429", new(reverseproxy.Handler), answer(429, "Retry-After", "7"), shut, 0, 0},
+		{"refused/503", new(reverseproxy.Handler), answer(503), shut, 0, 0},
+		{"rejected/404", new(reverseproxy.Handler), answer(404), shut, 0, 0},
+		{"served/read", new(reverseproxy.Handler), answer(200), read, 1, 0},
+		{"served/stream read", new(reverseproxy.Handler), answer(200, "Content-Type", "text/event-stream"), read, 1, 0},
+		{"served/closed", new(reverseproxy.Handler), answer(200), shut, 1, 0},
+		{"served/stream closed", new(reverseproxy.Handler), answer(200, "Content-Type", "text/event-stream"), func(b io.ReadCloser) { start(b); shut(b) }, 1, 0},
+		{"routes/read", routes, answer(200), read, 1, 0},
+		{"routes/abort", routes, answer(200), func(io.ReadCloser) {}, 1, 1},
+		{"routes/abort stream", routes, answer(200, "Content-Type", "text/event-stream"), start, 1, 1},
+		{"upgraded", new(reverseproxy.Handler), answer(101), func(io.ReadCloser) {}, 1, 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			p := newTestPolicy(t, Config{})
+			if test.handler != nil {
+				p.observer = &observer{policy: p, handler: test.handler}
+			}
+			pool := upstreams(1)
+			pending := func() int { return p.learned.fleet.Find(pool[0].Dial).Snapshot(time.Now()).InFlight }
+			r, end := newTestRequest(t, http.MethodGet, "")
+			defer end()
+			if p.Select(pool, r, nil) == nil {
+				t.Fatal("nothing selected")
+			}
+			var res *http.Response
+			if test.transport != nil {
+				p.observer.RoundTripper = roundTripper(func(req *http.Request) (*http.Response, error) {
+					if n := pending(); n != 1 {
+						t.Errorf("%d pending while the upstream has it", n)
+					}
+					return test.transport(req)
+				})
+				res, _ = p.observer.RoundTrip(r) //nolint:bodyclose // some are left open on purpose
+			}
+			if n := pending(); n != test.pending {
+				t.Errorf("%d pending, want %d", n, test.pending)
+			}
+			if res != nil {
+				test.body(res.Body)
+			}
+			if n := pending(); n != test.after {
+				t.Errorf("%d pending afterwards, want %d", n, test.after)
+			}
+			end()
+			for deadline := time.Now().Add(time.Minute); pending() > 0; time.Sleep(time.Millisecond) {
+				if time.Now().After(deadline) {
+					t.Fatal("pending for good")
+				}
+			}
+		})
+	}
+}
+
+// TestFailedWithoutPrompt: the next attempt goes elsewhere.
+func TestFailedWithoutPrompt(t *testing.T) {
+	p := newTestPolicy(t, Config{})
+	p.observer = &observer{policy: p, handler: new(reverseproxy.Handler)}
+	pool := upstreams(3)
+	tried := make(map[string]bool)
+	p.observer.RoundTripper = roundTripper(func(*http.Request) (*http.Response, error) { return nil, errors.New("refused") })
+	r, end := newTestRequest(t, http.MethodGet, "")
+	defer end()
+	for range pool {
+		up := p.Select(pool, r, nil)
+		if up == nil || tried[up.Dial] {
+			t.Fatalf("%v after %v", up, tried)
+		}
+		tried[up.Dial] = true
+		_, _ = p.observer.RoundTrip(r) //nolint:bodyclose // there is none
+	}
+	if p.Select(pool, r, nil) == nil {
+		t.Error("all have failed once, yet none is tried again")
+	}
+}
