@@ -191,8 +191,7 @@ func (v *vote) add(all []binVotes) {
 		v.weight = 1
 	}
 	for _, b := range all {
-		v.hit[b.Bin] += b.Hit * v.weight
-		v.miss[b.Bin] += b.Miss * v.weight
+		v.count(b.Bin, b.Hit*v.weight, b.Miss*v.weight)
 	}
 }
 

@@ -1,6 +1,9 @@
 package affinity
 
-import "math"
+import (
+	"math"
+	"math/bits"
+)
 
 // A vote finds the capacity of an LRU cache from reports of the kind "hit up to
 // this distance" and "missed from that one": it is the capacity that the fewest
@@ -11,6 +14,7 @@ import "math"
 // The constants are insensitive (BENCHMARKS.md has the rows).
 type vote struct {
 	hit, miss [voteBins]float64 // reports by distance, each worth weight when made
+	used      [voteWords]uint64 // a bit for each bin that has had any
 	weight    float64           // of a report made now; grows so that old ones fade
 	reports   uint64            // so far
 }
@@ -19,9 +23,10 @@ const (
 	voteSteps = 16                  // bins a doubling: capacities are found to 4 %
 	voteLeast = 256 * BytesPerToken // smaller caches count as this
 	voteBins  = voteSteps*22 + 1    // up to 1G tokens
-	voteKeep  = 0.997               // what a report is worth at the next one
-	voteTold  = 20                  // reports that a capacity told from outside is worth
-	votePool  = 0.1                 // what a report of the replica's peers is worth beside its own
+	voteWords = (voteBins + 63) / 64
+	voteKeep  = 0.997 // what a report is worth at the next one
+	voteTold  = 20    // reports that a capacity told from outside is worth
+	votePool  = 0.1   // what a report of the replica's peers is worth beside its own
 	unlimited = int64(math.MaxInt64 / 4)
 )
 
@@ -30,6 +35,13 @@ func voteBin(distance int64) int {
 		return 0
 	}
 	return min(int(voteSteps*math.Log2(float64(distance)/voteLeast)), voteBins-1)
+}
+
+// count adds what is reported of the distances in a bin.
+func (v *vote) count(bin int, hit, miss float64) {
+	v.hit[bin] += hit
+	v.miss[bin] += miss
+	v.used[bin/64] |= 1 << (bin % 64)
 }
 
 // age makes room for a new report.
@@ -53,10 +65,10 @@ func (v *vote) age() {
 func (v *vote) report(hit, miss int64) (nth uint64) {
 	v.age()
 	if hit > 0 {
-		v.hit[voteBin(hit)] += v.weight
+		v.count(voteBin(hit), v.weight, 0)
 	}
 	if miss > 0 {
-		v.miss[voteBin(miss)] += v.weight
+		v.count(voteBin(miss), 0, v.weight)
 	}
 	return v.reports
 }
@@ -73,24 +85,29 @@ func (v *vote) takeBack(miss int64, nth uint64) {
 func (v *vote) tell(capacity int64) {
 	v.age()
 	bin := voteBin(capacity)
-	v.hit[max(bin-1, 0)] += voteTold * v.weight
-	v.miss[bin] += voteTold * v.weight
+	v.count(max(bin-1, 0), voteTold*v.weight, 0)
+	v.count(bin, 0, voteTold*v.weight)
 }
 
 // settle returns the bin of the capacity that own and, at a tenth of their
 // weight, the pool's reports contradict least; the largest of equals, because
-// one that is too large is soon corrected.
+// one that is too large is soon corrected. What counts changes at bins with
+// reports only, which are few: this comes with every response.
 func settle(own, pool *vote) (bin int) {
 	mine := 1 / max(own.weight, 1)
 	others := votePool / max(pool.weight, 1)
 	bad, least := 0.0, math.Inf(1) // hits beyond + misses within, less a constant
-	for i := range voteBins + 1 {
-		if bad <= least+1e-9 {
-			least, bin = bad, i
-		}
-		if i < voteBins {
+	for w := range voteWords {
+		for used := own.used[w] | pool.used[w]; used != 0; used &= used - 1 {
+			i := 64*w + bits.TrailingZeros64(used)
+			if bad <= least+1e-9 {
+				least, bin = bad, i
+			}
 			bad += mine*(own.miss[i]-own.hit[i]) + others*(pool.miss[i]-pool.hit[i])
 		}
+	}
+	if bad <= least+1e-9 {
+		bin = voteBins
 	}
 	return bin
 }
