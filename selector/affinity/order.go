@@ -302,14 +302,21 @@ func (o *order) shrink(blocks int, keep []span) {
 	}
 }
 
-// forget drops what a cache of that capacity has lost long ago. What waits does
+// forget drops what a cache of that capacity has lost long ago, and what it would
+// have if it were much larger than believed: what it still finds of that speaks for it. What waits does
 // not count: a prompt that the replica refuses, because it is too long say, has
 // taken nothing there.
 func (o *order) forget(capacity int64) {
 	if capacity < unlimited {
-		o.forgetBeyond(capacity + capacity/2)
+		o.forgetBeyond(remembered(capacity))
 	}
 }
+
+// forgetLeast is the distance, 2M tokens, within which nothing is forgotten.
+const forgetLeast int64 = 2_000_000 * BytesPerToken
+
+// remembered is the distance within which prompts are remembered.
+func remembered(capacity int64) int64 { return max(capacity+capacity/2, forgetLeast) }
 
 // forgetBeyond drops what stands at more than a distance.
 func (o *order) forgetBeyond(limit int64) {

@@ -322,18 +322,29 @@ func TestTable(t *testing.T) {
 	}
 }
 
+// What a cache has lost long ago is forgotten, but not what it would hold if it
+// were larger than believed.
 func TestForget(t *testing.T) {
-	r := NewFleet().Replica("a")
-	table := newTable()
-	r.capacity = 100 * testBlock
-	for i := range 1000 {
-		a := &Attempt{replica: r, mark: &mark{table: table}}
-		r.send(table, a, chainOf([]int{i}), 0, 1<<30, nil)
-		r.confirm(a)
-		r.end(a)
-	}
-	if r.order.blocks < 150 || r.order.blocks > 152 {
-		t.Errorf("%d blocks kept, want 1.5 times the capacity of 100", r.order.blocks)
+	const least = int(forgetLeast / testBlock)
+	for _, test := range []struct {
+		name         string
+		blocks, kept int
+	}{
+		{"capacity/small", 100, least},
+		{"capacity/large", least, least * 3 / 2},
+	} {
+		r := NewFleet().Replica("a")
+		table := newTable()
+		r.capacity = int64(test.blocks) * testBlock
+		for i := range 2 * least {
+			a := &Attempt{replica: r, mark: &mark{table: table}}
+			r.send(table, a, chainOf([]int{i}), 0, 1<<30, nil)
+			r.confirm(a)
+			r.end(a)
+		}
+		if r.order.blocks < test.kept || r.order.blocks > test.kept+2 {
+			t.Errorf("%s: %d blocks kept, want %d", test.name, r.order.blocks, test.kept)
+		}
 	}
 }
 

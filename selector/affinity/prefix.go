@@ -108,11 +108,18 @@ type expectation struct {
 // so a piece of the prompt that is found but for less than that was found, and
 // one of which no more than that is found was not. Else every prompt whose
 // beginning others keep in the cache, and whose rest was evicted, would be a hit
-// at the distance of the rest.
-func judge(known []expectation, held, slack int64) (hit, miss int64) {
+// at the distance of the rest. Of what stands farther than lost, and so cannot be
+// there as far as anybody knows, only that it is there is news.
+func judge(known []expectation, held, slack, lost int64) (hit, miss int64) {
 	start := int64(0)
 	for _, k := range known {
 		end := int64(k.end)
+		if k.far+start > lost && (held <= start+slack || held+slack < end) {
+			if held > start+slack {
+				hit = max(hit, k.far+held)
+			}
+			return hit, 0
+		}
 		if held+slack < end {
 			if held > start+slack {
 				return max(hit, k.far+held), k.far + held + 1

@@ -338,7 +338,7 @@ func (r *Replica) judge(a *Attempt, share float64) bool {
 	}
 	bytes := a.prompt * BytesPerToken
 	held, slack := int64(share*bytes), int64(slack*bytes)
-	hit, miss := judge(a.known, held, slack)
+	hit, miss := judge(a.known, held, slack, r.capacity+r.capacity/2)
 	if hit == 0 && miss == 0 {
 		return false
 	}

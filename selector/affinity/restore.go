@@ -410,7 +410,7 @@ func (m *merger) merge() (blocks int) {
 		}
 		m.order.shrink(max(m.limit-stored, 0), nil)
 		if capacity < unlimited {
-			m.order.forgetBeyond(capacity + capacity/2 - distance)
+			m.order.forgetBeyond(remembered(capacity) - distance)
 		}
 	}
 	defer r.mu.Unlock()

@@ -17,6 +17,7 @@ const (
 	alphaGiven  = 0.5  // half more for each capacity of uncached tokens given lately
 	beta        = 0.05 // prompt tokens in flight slow decoding and fill the memory
 	gamma       = 300  // and so does each request
+	lostShare   = 0.02 // of what a replica must have evicted counts as held: it may hold more than is believed,
 	homeShare   = 0.5  // of what nobody holds its home by rendezvous counts as holding
 	equal       = 1    // costs that differ by less are the same,
 	placeLeast  = 500  // or by that much where a cold prompt could go to any idle replica,
@@ -57,7 +58,9 @@ type view struct {
 // for, so that at low load, too, all caches are used. A match too short to be
 // worth following counts as none. With Rendezvous the home of what nobody is
 // known to hold counts as holding half of it: another gateway, which sees it as
-// new too, may have sent it there.
+// new too, may have sent it there. Where a replica must have evicted what it held,
+// a fiftieth of that counts as held: if more of its cache is left than is believed,
+// this is how that comes to light.
 //
 // alpha = 1 would take the shortest time to first token. That is unstable: it
 // ignores that computing a prefix again delays everyone behind and evicts what
@@ -107,6 +110,7 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 		v.filled = l.filled(v.r.group.Load(), v.limit)
 		given := v.filled / v.limit
 		fresh := uncached(prompt, match)
+		fresh = max(fresh-lostShare*float64(startOf(chain, v.blocks)-v.matched)/BytesPerToken, 1)
 		if i == home {
 			fresh = max(fresh-spare, 1)
 		}

@@ -365,17 +365,22 @@ func TestRestoreIntoLess(t *testing.T) {
 		}
 	})
 	t.Run("capacity", func(t *testing.T) {
+		const least = int(forgetLeast / testBlock)
+		x := newFixture(2)
+		for i := range 2 * least / 9 {
+			x.serve(keyOf(series(i, 10)...))
+		}
 		y := newFixture(2)
 		for _, c := range y.cands {
 			c.Replica.ReportCapacity(100 * testBlock / BytesPerToken)
 		}
-		if _, err := y.index.Restore(bytes.NewReader(snapshot), testKey, y.now); err != nil {
+		if _, err := y.index.Restore(bytes.NewReader(x.snapshot(t)), testKey, y.now); err != nil {
 			t.Fatal(err)
 		}
 		y.sound(t, nil)
 		for i, c := range y.cands {
-			if n := c.Replica.order.blocks; n < 150 || n > 170 {
-				t.Errorf("replica %d: %d blocks kept, want 1.5 times the capacity of 100", i, n)
+			if n := c.Replica.order.blocks; n < least || n > least+20 {
+				t.Errorf("replica %d: %d blocks kept, want %d", i, n, least)
 			}
 		}
 	})

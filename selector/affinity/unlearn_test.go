@@ -1,0 +1,90 @@
+package affinity
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/prefix-affinity/caddy/prefixhash"
+)
+
+// roomyEngines hold everything that they were asked since their start.
+type roomyEngines []map[uint64]bool
+
+// burst has prompts arrive at once, and answers them; it returns how many of
+// them found their beginning, all but the last fresh blocks, and how many were
+// taken for cold.
+func (e roomyEngines) burst(x *fixture, fresh int, keys []*prefixhash.Key) (found, cold int) {
+	var open []*Attempt
+	for _, key := range keys {
+		c, a := x.route(key)
+		if c.Reason == Cold {
+			cold++
+		}
+		open = append(open, a)
+	}
+	for i, a := range open {
+		held, cache := 0, e[0]
+		for n, c := range x.cands {
+			if c.Replica == a.replica {
+				cache = e[n]
+			}
+		}
+		for held < len(keys[i].Blocks) && cache[keys[i].Blocks[held].Hash] {
+			held++
+		}
+		if held >= len(keys[i].Blocks)-fresh {
+			found++
+		}
+		for _, b := range keys[i].Blocks {
+			cache[b.Hash] = true
+		}
+		x.now = x.now.Add(5 * time.Millisecond)
+		a.Confirm(x.now, true)
+		a.FirstOutput(x.now)
+		a.Report(keys[i].Bytes/BytesPerToken, held*testBlock/BytesPerToken)
+		a.Finish(x.now, Served, 0)
+	}
+	return found, cold
+}
+
+// Engines that restart between short conversations look as if they had small
+// caches. That must not last, in whatever order conversations come back.
+func TestSmallCacheIsUnlearned(t *testing.T) {
+	const many = 400 // conversations, so many that a cache as small would have lost them for long
+	for _, order := range []string{"same", "random"} {
+		rng := rand.New(rand.NewPCG(1, 1))
+		x := newFixture(3)
+		engines := roomyEngines{{}, {}, {}}
+		talks := func(first, n, turns int) (keys []*prefixhash.Key) {
+			for i := range n {
+				key := keyOf(series(first+i, 6+2*turns)...)
+				key.Judged = true
+				keys = append(keys, key)
+			}
+			return keys
+		}
+		engines.burst(x, 8, talks(0, 30, 1))
+		engines.burst(x, 2, talks(0, 30, 2))
+		for i := range engines {
+			clear(engines[i])
+		}
+		engines.burst(x, 2, talks(0, 30, 3))
+		for i, c := range x.cands {
+			if c.Replica.capacity == unlimited {
+				t.Errorf("%s: replica %d has misled nobody", order, i)
+			}
+		}
+		for round := range 6 {
+			first := 1000 * (round + 1)
+			engines.burst(x, 8, talks(first, many, 1))
+			again := talks(first, many, 2)
+			if order == "random" {
+				rng.Shuffle(len(again), func(i, j int) { again[i], again[j] = again[j], again[i] })
+			}
+			if found, cold := engines.burst(x, 2, again); round >= 1 && (found < many*95/100 || cold > many/20) {
+				t.Errorf("%s: round %d: %d of %d found their beginning, %d were taken for cold", order, round, found, many, cold)
+			}
+		}
+	}
+}
