@@ -79,6 +79,7 @@ func TestAdaptErrors(t *testing.T) {
 		{"unknown/fallback", "fallback nosuch", "http.reverse_proxy.selection_policies.nosuch"},
 		{"value/fallback-itself", "fallback prefix_affinity", "invalid fallback 'prefix_affinity'"},
 		{"value/scope", "scope Authorization", "invalid scope 'Authorization'"},
+		{"value/scope-of-nobody", "scope {env.TENANT}-{file./run/tenant}", "it is the same for every request"},
 		{"value/scope-not-closed", "scope {http.request.header.X", "a brace has no counterpart"},
 		{"value/sync-url", "seed s\nsync redis redis://10.0.0.9:6379", "should be host or host:port"},
 		{"value/sync-port", "seed s\nsync redis 10.0.0.9:redis", "invalid address '10.0.0.9:redis' of sync"},

@@ -227,7 +227,7 @@ func (c Config) Validate() error {
 	if err := c.Sync.validate(); err != nil {
 		return err
 	}
-	if c.Scope != "" && !strings.Contains(c.Scope, "{") {
+	if c.Scope != "" && !ofRequest(c.Scope) {
 		return fmt.Errorf("invalid scope '%s': it is the same for every request; should be a placeholder such as {http.request.header.Authorization}", c.Scope)
 	}
 	if !balanced(c.Scope) { // Caddy takes what is not closed for plain text
@@ -304,3 +304,15 @@ func (c Config) ignored() (*regexp.Regexp, error) {
 	}
 	return regexp.Compile("(?:" + strings.Join(c.Ignore, ")|(?:") + ")")
 }
+
+// ofRequest reports whether a text refers to anything that requests can differ in.
+func ofRequest(text string) bool {
+	for _, name := range placeholders.FindAllStringSubmatch(text, -1) {
+		if !strings.HasPrefix(name[1], "env.") && !strings.HasPrefix(name[1], "file.") && !strings.HasPrefix(name[1], "system.") {
+			return true
+		}
+	}
+	return strings.Count(text, "{") != strings.Count(text, "}") // another mistake
+}
+
+var placeholders = regexp.MustCompile(`\{([^{}]*)\}`)

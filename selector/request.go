@@ -216,7 +216,7 @@ func unwanted(r *http.Request) string {
 	switch {
 	case r.Method != http.MethodPost && r.Method != http.MethodPut && r.Method != http.MethodPatch:
 		return causeMethod
-	case r.Header.Get("Upgrade") != "":
+	case r.Header.Get("Upgrade") != "" && !strings.EqualFold(r.Header.Get("Upgrade"), "h2c"): // which clients offer with any request
 		return causeUpgrade
 	case r.Body == nil || r.Body == http.NoBody:
 		return causeEmpty

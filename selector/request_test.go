@@ -115,3 +115,30 @@ func TestFailedWithoutPrompt(t *testing.T) {
 		t.Error("all have failed once, yet none is tried again")
 	}
 }
+
+func TestUnwanted(t *testing.T) {
+	for _, test := range []struct {
+		name, method, header, value, want string
+	}{
+		{"method/get", http.MethodGet, "", "", causeMethod},
+		{"method/put", http.MethodPut, "", "", keyed},
+		{"upgrade/websocket", http.MethodPost, "Upgrade", "websocket", causeUpgrade},
+		{"upgrade/h2c", http.MethodPost, "Upgrade", "h2c", keyed}, // Java's client and curl --http2 offer it
+		{"type/none", http.MethodPost, "Content-Type", "", keyed},
+		{"type/json", http.MethodPost, "Content-Type", "application/json; charset=utf-8", keyed},
+		{"type/of curl", http.MethodPost, "Content-Type", "application/x-www-form-urlencoded", keyed},
+		{"type/bytes", http.MethodPost, "Content-Type", "application/octet-stream", causeType},
+		{"type/parts", http.MethodPost, "Content-Type", "multipart/form-data; boundary=x", causeType},
+		{"type/broken", http.MethodPost, "Content-Type", ";", causeType},
+		{"encoding/gzip", http.MethodPost, "Content-Encoding", "gzip", causeEncoding},
+	} {
+		r, end := newTestRequest(t, test.method, `{"prompt":"x"}`)
+		if test.header != "" {
+			r.Header.Set(test.header, test.value)
+		}
+		if got := unwanted(r); got != test.want {
+			t.Errorf("%s: '%s', want '%s'", test.name, got, test.want)
+		}
+		end()
+	}
+}
