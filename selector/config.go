@@ -68,7 +68,8 @@ type Config struct {
 
 	// How many tokens the KV cache of one replica holds. By default it is
 	// learned from the cached tokens that the engines report; set it (within
-	// some 10 %) where they report none.
+	// some 10 %) where they report none. Where it is taken away it counts for
+	// another minute.
 	ReplicaCache int `json:"replica_cache,omitempty"`
 
 	// How often to read the engines' own metrics in Prometheus format: their

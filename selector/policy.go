@@ -147,6 +147,9 @@ func (p *Policy) Cleanup() error {
 		return nil
 	}
 	p.retire()
+	if p.learned.fleet != nil { // else Provision failed
+		p.learned.fleet.Recall(time.Now())
+	}
 	p.endDrain()
 	if p.poller != nil {
 		p.poller.close()

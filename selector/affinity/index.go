@@ -219,7 +219,7 @@ func (x *Index) decide(s *scratch, now time.Time, key *prefixhash.Key, cands []C
 		f.join(cands, now)
 		return Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
 	}
-	x.look(s, chain, cands, rule)
+	x.look(now, s, chain, cands, rule)
 	views := s.views
 	minMatch := rule.minMatch()
 	session := find(views, x.sessions.get(key.Session))
@@ -240,7 +240,7 @@ func (x *Index) decide(s *scratch, now time.Time, key *prefixhash.Key, cands []C
 			unlock()
 			for i := range views {
 				if views[i].outdated {
-					s.look(&views[i], chain, rule, views[i].blocks)
+					s.look(now, &views[i], chain, rule, views[i].blocks)
 				}
 			}
 			continue
@@ -285,7 +285,7 @@ func outdated(views []view, chain []prefixhash.Block) (some bool) {
 }
 
 // look finds what each candidate is believed to hold of a chain.
-func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, rule *Rule) {
+func (x *Index) look(now time.Time, s *scratch, chain []prefixhash.Block, cands []Candidate, rule *Rule) {
 	if x.fleet.gone.Load() != x.gone.Load() {
 		x.grow.Lock()
 		x.change(nil, nil)
@@ -301,7 +301,7 @@ func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, ru
 		}
 		v := &s.views[i]
 		v.table = x.table(r)
-		s.look(v, chain, rule, guess)
+		s.look(now, v, chain, rule, guess)
 		if v.blocks > 1 {
 			guess = v.blocks // replicas often hold the same system prompt
 		}
@@ -310,10 +310,14 @@ func (x *Index) look(s *scratch, chain []prefixhash.Block, cands []Candidate, ru
 
 // look finds what one candidate is believed to hold; guess is a likely number of
 // blocks.
-func (s *scratch) look(v *view, chain []prefixhash.Block, rule *Rule, guess int) {
+func (s *scratch) look(now time.Time, v *view, chain []prefixhash.Block, rule *Rule, guess int) {
 	r := v.r
 	r.mu.Lock()
 	r.tell(int64(rule.CapacityTokens) * BytesPerToken)
+	if !r.recall.IsZero() && now.After(r.recall) {
+		r.untell()
+		r.settle()
+	}
 	s.spans = v.table.spans(s.spans, &r.order, chain, guess)
 	v.held = match(s.spans, chain, r.capacity)
 	v.seen = r.load.brought
@@ -384,7 +388,7 @@ func find(views []view, serial uint32) int {
 func (x *Index) Lookup(now time.Time, key *prefixhash.Key, cands []Candidate, rule *Rule, matched []int) Choice {
 	s := scratches.Get().(*scratch)
 	defer scratches.Put(s)
-	x.look(s, key.Blocks, cands, rule)
+	x.look(now, s, key.Blocks, cands, rule)
 	views := s.views
 	for i, v := range views {
 		matched[i] = int(v.matched / BytesPerToken) //nolint:gosec // there is one for each candidate

@@ -10,7 +10,8 @@ type keptReplica struct {
 	Speed       speedState `json:"speed"`
 	Filled      float64    `json:"filled"` // uncached tokens given lately
 	Votes       []binVotes `json:"votes"`
-	ToldBytes   int64      `json:"told_bytes"`  // capacity told from outside
+	ToldBytes   int64      `json:"told_bytes"`  // capacity told from outside,
+	ToldAgo     float64    `json:"told_ago"`    // so many reports ago
 	Cached      bool       `json:"cached"`      // it has reported cached tokens
 	ReachBytes  float64    `json:"reach_bytes"` // distance of the farthest hit lately
 	Generation  uint32     `json:"generation"`
@@ -87,6 +88,9 @@ func (r *Replica) memory(g *group, number int, now time.Time) keptReplica {
 	r.fleet.mu.Unlock()
 	r.mu.Lock()
 	m.Votes, m.ToldBytes, m.Cached = r.vote.state(), r.told, r.cached
+	if r.told > 0 {
+		m.ToldAgo = float64(int64(r.vote.reports) - r.toldAs) //nolint:gosec // never so many
+	}
 	m.ReachBytes, m.Generation = r.doubt.reach, r.generation
 	r.mu.Unlock()
 	return m
@@ -132,8 +136,8 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 	for i, m := range memories {
 		r := replicas[i]
 		r.mu.Lock()
-		if r.told == 0 {
-			r.told = m.ToldBytes
+		if r.told == 0 && m.ToldBytes > 0 { // by whom, only time can tell
+			r.told, r.toldAs, r.recall = m.ToldBytes, int64(r.vote.reports)-int64(m.ToldAgo), now.Add(recallAfter) //nolint:gosec // never so many
 		}
 		r.cached = r.cached || m.Cached
 		r.doubt.reach = max(r.doubt.reach, m.ReachBytes)
@@ -158,7 +162,7 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 // valid reports whether what is kept can be true.
 func (m *keptReplica) valid(groups int) bool {
 	return m.Address != "" && len(m.Address) <= addressMost && m.Group >= 0 && m.Group < groups && m.Speed.valid() && validVotes(m.Votes) &&
-		amount(m.Filled, m.ReachBytes) && m.IdleSeconds >= 0 && m.IdleSeconds <= forgetAfter.Seconds() && m.ToldBytes >= 0 && m.ToldBytes < unlimited
+		amount(m.Filled, m.ReachBytes, m.ToldAgo) && m.IdleSeconds >= 0 && m.IdleSeconds <= forgetAfter.Seconds() && m.ToldBytes >= 0 && m.ToldBytes < unlimited
 }
 
 func (s *keptGroup) valid() bool {

@@ -29,10 +29,12 @@ type Replica struct {
 	sends       uint32 // prompts sent; wraps, which makes old ones say nothing
 	doubt       doubt
 	vote        vote
-	fits        int   // the vote's bin
-	capacity    int64 // bytes
-	told        int64 // capacity told from outside
-	cached      bool  // it has reported cached tokens
+	fits        int       // the vote's bin
+	capacity    int64     // bytes
+	told        int64     // capacity told from outside
+	toldAs      int64     // the number of the vote's report
+	recall      time.Time // when it stops counting, unless somebody tells it again; zero: it goes on
+	cached      bool      // it has reported cached tokens
 }
 
 // ReplicaState is what is known of a replica.
@@ -99,12 +101,38 @@ func (r *Replica) ReportCapacity(tokens int) {
 }
 
 func (r *Replica) tell(capacity int64) {
-	if capacity <= 0 || capacity == r.told {
-		return
+	switch {
+	case capacity <= 0:
+	case capacity == r.told:
+		r.recall = time.Time{}
+	default:
+		r.untell()
+		r.told, r.toldAs = capacity, r.vote.tell(capacity)
+		r.settle()
 	}
-	r.told = capacity
-	r.vote.tell(capacity)
-	r.settle()
+}
+
+// untell lets the capacity that was told count no more. r.mu is held.
+func (r *Replica) untell() {
+	if r.told > 0 {
+		r.vote.untell(r.told, r.toldAs)
+	}
+	r.told, r.recall = 0, time.Time{}
+}
+
+// recallAfter is how long a capacity counts that nobody may tell any more.
+const recallAfter = time.Minute
+
+// Recall lets the capacities that were told count a minute longer, unless they are
+// told again: a configuration has gone that may have been who did.
+func (f *Fleet) Recall(now time.Time) {
+	for _, r := range *f.replicas.Load() {
+		r.mu.Lock()
+		if r.told > 0 {
+			r.recall = now.Add(recallAfter)
+		}
+		r.mu.Unlock()
+	}
 }
 
 // settle counts the votes.

@@ -88,3 +88,39 @@ func TestSmallCacheIsUnlearned(t *testing.T) {
 		}
 	}
 }
+
+// A capacity that was told counts for as long as somebody tells it.
+func TestCapacityThatNobodyTellsAnyMore(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		after func(x *fixture) *fixture // returns who goes on
+		still int                       // tells
+		want  int
+	}{
+		{"reload/with the option", func(x *fixture) *fixture { x.fleet.Recall(x.now); return x }, 5000, 5000},
+		{"reload/with another", func(x *fixture) *fixture { x.fleet.Recall(x.now); return x }, 9000, 9000},
+		{"reload/without", func(x *fixture) *fixture { x.fleet.Recall(x.now); return x }, 0, 0},
+		{"restart/with the option", func(x *fixture) *fixture { return x.restart(t, x.snapshot(t)) }, 5000, 5000},
+		{"restart/without", func(x *fixture) *fixture { return x.restart(t, x.snapshot(t)) }, 0, 0},
+	} {
+		x := newFixture(1)
+		x.rule.CapacityTokens = 5000
+		for i := range 50 { // of reports that say nothing else
+			_, a := x.route(keyOf(series(i, 3)...))
+			a.Confirm(x.now, true)
+			a.Report(192, 1)
+			a.Finish(x.now, Served, 0)
+		}
+		x = test.after(x)
+		x.rule.CapacityTokens = test.still
+		x.serve(keyOf(series(100, 3)...))
+		if got := x.fleet.Snapshot(x.now)[0].CapacityTokens; got != max(5000, test.still) {
+			t.Errorf("%s: at once %d tokens", test.name, got)
+		}
+		x.now = x.now.Add(recallAfter + time.Second)
+		x.serve(keyOf(series(101, 3)...))
+		if got := x.fleet.Snapshot(x.now)[0].CapacityTokens; got != test.want {
+			t.Errorf("%s: %d tokens, want %d", test.name, got, test.want)
+		}
+	}
+}

@@ -81,12 +81,22 @@ func (v *vote) takeBack(miss int64, nth uint64) {
 	}
 }
 
-// tell takes in a capacity known from elsewhere, as if it had been reported.
-func (v *vote) tell(capacity int64) {
+// tell takes in a capacity known from elsewhere, as if it had been reported, and
+// returns the report's number.
+func (v *vote) tell(capacity int64) (nth int64) {
 	v.age()
 	bin := voteBin(capacity)
 	v.count(max(bin-1, 0), voteTold*v.weight, 0)
 	v.count(bin, 0, voteTold*v.weight)
+	return int64(v.reports) //nolint:gosec // never so many
+}
+
+// untell undoes what a capacity told as the nth report still counts.
+func (v *vote) untell(capacity, nth int64) {
+	worth := voteTold * v.weight * math.Pow(voteKeep, float64(int64(v.reports)-nth)) //nolint:gosec // as above
+	bin := voteBin(capacity)
+	below := max(bin-1, 0)
+	v.hit[below], v.miss[bin] = max(v.hit[below]-worth, 0), max(v.miss[bin]-worth, 0)
 }
 
 // settle returns the bin of the capacity that own and, at a tenth of their
