@@ -294,7 +294,9 @@ func (row row) run(t *testing.T, program string) (o outcome) {
 			o.strayed++
 		}
 	}
-	o.even = placement(t, ours)
+	for o.even = placement(t, ours); !o.spread() && time.Since(ended) < 5*time.Second; {
+		o.even = placement(t, ours) // what was measured while the machine was busy is soon outweighed
+	}
 
 	o.ours, o.lc = ours.load.total(), lc.load.total()
 	o.share = [2]float64{share(began, struck), share(struck, lifted)}
@@ -329,16 +331,18 @@ func (row row) judge(t *testing.T, o outcome) {
 	if o.strayed > 0 {
 		t.Errorf("%d of %d conversations that paused during the fault went elsewhere", o.strayed, probes)
 	}
+	if !o.spread() {
+		t.Errorf("placement after the fault: %v, want it even", o.even)
+	}
+}
+
+// spread reports whether a burst after the fault was placed evenly.
+func (o outcome) spread() bool {
 	slack := 3
 	if harness.Race { // some replicas then measure faster than others, and get more
 		slack = burst / replicas
 	}
-	for _, n := range o.even {
-		if n < burst/replicas-slack || n > burst/replicas+slack {
-			t.Errorf("placement after the fault: %v, want it even", o.even)
-			break
-		}
-	}
+	return !slices.ContainsFunc(o.even, func(n int) bool { return n < burst/replicas-slack || n > burst/replicas+slack })
 }
 
 func mean(values []int) int {
