@@ -218,31 +218,48 @@ func (o *order) repack(more int) {
 	o.packed++
 }
 
-// takes reports whether there is room for the runs of a newer order.
-func (o *order) takes(newer *order, slots uint32) bool {
-	return len(newer.runs) <= int(slots) && int(o.next)+newer.placed <= len(o.at)
+// reserve returns n slots for the runs of an older order.
+func (o *order) reserve(n int) (slots []uint32) {
+	slots = make([]uint32, 0, n)
+	spare := max(len(o.free)-n, 0)
+	slots = append(slots, o.free[spare:]...)
+	o.free = o.free[:spare]
+	first := max(len(o.runs), 1) // slot 0 is never used
+	more := n - len(slots)
+	o.runs = append(o.runs, make([]run, first+more-len(o.runs))...)
+	for i := range more {
+		slots = append(slots, uint32(first+i)) //nolint:gosec // runs have slots of 32 bits
+	}
+	return slots
 }
 
-// append makes the runs of a newer order the most recent ones, in the slots that
-// they have there. These are the first ones; o itself has used none of them.
-func (o *order) append(newer *order, slots uint32) {
-	copy(o.runs, newer.runs)
-	o.free = append(o.free, newer.free...)
-	for slot := max(uint32(len(newer.runs)), 1); slot < slots; slot++ { //nolint:gosec // runs have slots of 32 bits
-		o.free = append(o.free, slot)
+// precede makes the runs of an older order, in slots that were reserved for it,
+// the ones that were used before all of o's, if the positions of both find room there.
+func (o *order) precede(older *order, slots []uint32) bool {
+	if int(older.next)+o.placed > len(older.at) {
+		return false
 	}
-	for _, p := range newer.at[newer.head:newer.next] {
+	for _, slot := range slots {
+		o.runs[slot] = older.runs[slot]
+		if o.runs[slot].phase == free {
+			o.free = append(o.free, slot)
+		}
+	}
+	for _, p := range o.at[o.head:o.next] {
 		if p.taken == 0 {
 			continue
 		}
-		o.runs[p.slot()].pos = o.next
-		o.at[o.next] = p
-		o.add(o.next, p.weight())
-		o.next++
-		o.placed++
+		o.runs[p.slot()].pos = older.next
+		older.at[older.next] = p
+		older.add(older.next, p.weight())
+		older.next++
 	}
-	o.running += newer.running
-	o.blocks += newer.blocks
+	o.at, o.tree, o.next, o.head = older.at, older.tree, older.next, older.head
+	o.used, o.wait = older.used, older.wait
+	o.blocks += older.blocks
+	o.placed += older.placed
+	o.packed++
+	return true
 }
 
 // base returns the distance at which a run's first byte stands for a request

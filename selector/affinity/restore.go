@@ -236,6 +236,7 @@ func (l *loader) table(r *Replica) error {
 	if !m.wanted() {
 		return errCorrupt
 	}
+	defer m.giveBack()
 	var runs []run
 	var slots []uint32 // by number
 	total := 0
@@ -243,7 +244,8 @@ func (l *loader) table(r *Replica) error {
 		if slots != nil {
 			return
 		}
-		m.begin(min(total, m.limit), len(runs))
+		m.table = tableFor(min(total, m.limit))
+		m.reserve(len(runs))
 		o := &m.order
 		slots = make([]uint32, len(runs))
 		for i, run := range slices.Backward(runs) {
@@ -301,6 +303,9 @@ func (l *loader) table(r *Replica) error {
 				chain = append(chain, prefixhash.Block{Hash: hash, End: end})
 				return nil
 			})
+			if len(m.order.free) == 0 {
+				m.reserve(slotsAtOnce)
+			}
 			m.table.renew(&m.order, chain, m.limit)
 		default:
 			place()
@@ -321,9 +326,10 @@ type merger struct {
 	live    *table
 	limit   int // blocks
 
-	order order // its slots are those from first on
+	order order // of runs in slots that the live order has reserved
 	table *table
-	first uint32 // the slots before it are the live order's
+	slots []uint32
+	ours  []bool // by slot: reserved
 }
 
 // wanted reports whether what changes is noted: the part of this replica does
@@ -334,46 +340,47 @@ func (m *merger) wanted() bool {
 	return m.live.changes != nil
 }
 
-// begin makes room for what is restored.
-func (m *merger) begin(blocks, runs int) {
-	m.table = tableFor(blocks)
-	m.order.runs = make([]run, 0, runs+2*slotsAhead)
-	m.setAside(slotsAhead)
-	m.order.repack(runs + slotsAhead)
+// slotsAtOnce is how many slots are reserved for prompts whose number isn't known,
+// and positions kept for those that come.
+const slotsAtOnce = 256
+
+// reserve makes room for n more runs.
+func (m *merger) reserve(n int) {
+	r := m.replica
+	r.mu.Lock()
+	slots := r.order.reserve(n)
+	m.cover(len(r.order.runs))
+	for _, slot := range slots {
+		m.order.runs[slot].gen = r.order.runs[slot].gen // what refers to it is void
+	}
+	r.mu.Unlock()
+	for _, slot := range slots {
+		m.ours[slot] = true
+	}
+	m.slots = append(m.slots, slots...)
+	m.order.free = append(m.order.free, slots...)
 }
 
-// slotsAhead is for how many more runs of the live order there is room than it
-// has: it goes on growing.
-const slotsAhead = 256
+// cover lets the order know as many slots.
+func (m *merger) cover(slots int) {
+	if more := slots - len(m.order.runs); more > 0 {
+		m.order.runs = append(m.order.runs, make([]run, more)...)
+		m.ours = append(m.ours, make([]bool, more)...)
+	}
+}
 
-// setAside leaves more of the first slots to the live order.
-func (m *merger) setAside(more uint32) {
-	o, from := &m.order, m.first
-	o.runs = slices.Insert(o.runs, int(from), make([]run, more)...)
-	m.first += more
-	for pos := range o.at {
-		if o.at[pos].taken != 0 {
-			o.at[pos].taken += more
-		}
-	}
-	for i := range o.free {
-		o.free[i] += more
-	}
-	for hash, again := uint64(0), true; again; hash, again = m.table.after(hash) {
-		s := m.table.segment(hash)
-		for i := range s.entries {
-			if e := &s.entries[i]; e.slot != 0 && e.slot >= from {
-				e.slot += more
-			}
-		}
-	}
+// giveBack returns the slots that nothing has come into.
+func (m *merger) giveBack() {
+	m.replica.mu.Lock()
+	defer m.replica.mu.Unlock()
+	m.replica.order.free = append(m.replica.order.free, m.slots...)
 }
 
 // merge puts both together and returns how many blocks that brings. The lock is
 // held for what came since it was held last, and for the live order's runs.
 func (m *merger) merge() (blocks int) {
 	r := m.replica
-	for slot := m.first; int(slot) < len(m.order.runs); slot++ {
+	for _, slot := range m.slots {
 		if own := &m.order.runs[slot]; own.phase == done && own.blocks == 0 {
 			m.order.release(slot) // its blocks are missing
 		}
@@ -387,12 +394,12 @@ func (m *merger) merge() (blocks int) {
 			r.mu.Unlock()
 			return 0
 		}
-		slots, placed, stored := len(live.runs), live.placed, live.blocks
+		placed, stored := live.placed, live.blocks
 		distance, capacity := live.running+live.used-live.wait, r.capacity
 		changes := j.list[applied:]
 		if len(changes) <= changesAtOnce || turn > turnsMost {
 			m.apply(changes)
-			if m.order.takes(live, m.first) {
+			if blocks = m.order.blocks; blocks == 0 || live.precede(&m.order, m.slots) {
 				break // still locked
 			}
 			applied += len(changes)
@@ -402,11 +409,8 @@ func (m *merger) merge() (blocks int) {
 
 		m.apply(changes)
 		applied += len(changes)
-		if slots > int(m.first) {
-			m.setAside(uint32(slots/2+slots) - m.first + slotsAhead) //nolint:gosec // runs have slots of 32 bits
-		}
 		if placed > len(m.order.at)-int(m.order.next) {
-			m.order.repack(2*placed + slotsAhead)
+			m.order.repack(2*placed + slotsAtOnce)
 		}
 		m.order.shrink(max(m.limit-stored, 0), nil)
 		if capacity < unlimited {
@@ -414,11 +418,8 @@ func (m *merger) merge() (blocks int) {
 		}
 	}
 	defer r.mu.Unlock()
-	o := &m.order
-	if blocks = o.blocks; blocks > 0 {
-		o.append(&r.order, m.first)
-		o.packed, o.cleared = r.order.packed+1, r.order.cleared
-		r.order = *o
+	if blocks > 0 {
+		m.slots = nil
 		m.live.dir, m.live.depth = m.table.dir, m.table.depth
 		r.order.shrink(m.limit, nil)
 		r.order.forget(r.capacity)
@@ -437,15 +438,16 @@ const (
 func (m *merger) apply(list []change) {
 	o, t := &m.order, m.table
 	for _, c := range list {
-		if c.owner.slot >= m.first {
-			m.setAside(c.owner.slot/2 + c.owner.slot - m.first + slotsAhead)
+		m.cover(int(c.owner.slot) + 1)
+		gone := m.ours[c.owner.slot] // its slot was free when it was reserved
+		if !gone {
+			o.runs[c.owner.slot].gen = c.owner.gen // so that it counts as alive
 		}
-		o.runs[c.owner.slot].gen = c.owner.gen // so that it counts as alive
 		losing, lost := uint32(0), 0
 		for i := c.from; i < c.to; i++ {
 			b := c.chain[i]
 			if c.owner.slot == 0 {
-				if e := t.find(b.Hash); e != nil && e.slot < m.first {
+				if e := t.find(b.Hash); e != nil && !m.ours[e.slot] {
 					e.gen--
 				}
 				continue
@@ -456,7 +458,9 @@ func (m *merger) apply(list []change) {
 				}
 				losing, lost = slot, i+1
 			}
-			t.put(o, b.Hash, c.owner.slot)
+			if !gone {
+				t.put(o, b.Hash, c.owner.slot)
+			}
 		}
 		o.lose(losing, c.chain, lost)
 	}

@@ -492,7 +492,7 @@ func TestSnapshotOfTwoIndexes(t *testing.T) {
 // Two indexes of one fleet are restored into the same replicas: the second finds
 // more there than it has set aside room for.
 func TestRestoreOfTwoIndexes(t *testing.T) {
-	const prompts = 3 * slotsAhead
+	const prompts = 3 * slotsAtOnce
 	x := newFixture(2)
 	other := *x
 	other.index = NewIndex(x.fleet, 1_000_000)
@@ -528,6 +528,32 @@ func TestRestoreOfTwoIndexes(t *testing.T) {
 			if matched[0]+matched[1] != 3*testBlock/BytesPerToken {
 				t.Fatalf("prompt %d: %v", f.first+i, matched)
 			}
+		}
+	}
+}
+
+// Reloads may restore an index into the same replicas again and again: the places
+// of what they have forgotten meanwhile are used again.
+func TestRestoreAgain(t *testing.T) {
+	x := newFixture(2)
+	for i := range 1000 {
+		x.serve(keyOf(series(i, 3)...))
+	}
+	snapshot := x.snapshot(t)
+	y := newFixture(2)
+	for round := range 50 {
+		y.index = NewIndex(y.fleet, 1_000_000)
+		y.serve(keyOf(series(10_000+round, 3)...))
+		y.index.Expect()
+		if restored, err := y.index.Restore(bytes.NewReader(snapshot), testKey, y.now); err != nil || restored.Blocks == 0 {
+			t.Fatal(restored, err)
+		}
+		y.sound(t, nil)
+		for i, c := range y.cands {
+			if n := len(c.Replica.order.runs); n > 1000+round {
+				t.Fatalf("round %d, replica %d: room for %d runs", round, i, n)
+			}
+			c.Replica.Forget()
 		}
 	}
 }
