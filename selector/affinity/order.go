@@ -218,15 +218,19 @@ func (o *order) repack(more int) {
 	o.packed++
 }
 
-// reserve returns n slots for the runs of an older order.
-func (o *order) reserve(n int) (slots []uint32) {
+// reserve returns n slots for the runs of an older order. space, if it is large
+// enough, becomes the room for all.
+func (o *order) reserve(n int, space []run) (slots []uint32) {
 	slots = make([]uint32, 0, n)
 	spare := max(len(o.free)-n, 0)
 	slots = append(slots, o.free[spare:]...)
 	o.free = o.free[:spare]
-	first := max(len(o.runs), 1) // slot 0 is never used
-	more := n - len(slots)
-	o.runs = append(o.runs, make([]run, first+more-len(o.runs))...)
+	first, more := max(len(o.runs), 1), n-len(slots) // slot 0 is never used
+	if len(space) < first+more {
+		space = make([]run, first+more)
+	}
+	copy(space, o.runs)
+	o.runs = space[:first+more]
 	for i := range more {
 		slots = append(slots, uint32(first+i)) //nolint:gosec // runs have slots of 32 bits
 	}
@@ -234,17 +238,21 @@ func (o *order) reserve(n int) (slots []uint32) {
 }
 
 // precede makes the runs of an older order, in slots that were reserved for it,
-// the ones that were used before all of o's, if the positions of both find room there.
-func (o *order) precede(older *order, slots []uint32) bool {
-	if int(older.next)+o.placed > len(older.at) {
+// the ones that were used before all of o's, if there is room for both in the
+// older one, which also knows as many slots.
+func (o *order) precede(older *order, reserved []bool) bool {
+	if int(older.next)+o.placed > len(older.at) || len(older.runs) < len(o.runs) {
 		return false
 	}
-	for _, slot := range slots {
-		o.runs[slot] = older.runs[slot]
-		if o.runs[slot].phase == free {
-			o.free = append(o.free, slot)
+	for slot := range o.runs {
+		switch {
+		case !reserved[slot]:
+			older.runs[slot] = o.runs[slot]
+		case older.runs[slot].phase == free:
+			o.free = append(o.free, uint32(slot)) //nolint:gosec // runs have slots of 32 bits
 		}
 	}
+	o.runs = older.runs[:len(o.runs)]
 	for _, p := range o.at[o.head:o.next] {
 		if p.taken == 0 {
 			continue

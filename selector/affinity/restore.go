@@ -348,7 +348,13 @@ const slotsAtOnce = 256
 func (m *merger) reserve(n int) {
 	r := m.replica
 	r.mu.Lock()
-	slots := r.order.reserve(n)
+	size := len(r.order.runs)
+	r.mu.Unlock()
+	space := make([]run, size+n+slotsAtOnce)
+	clear(space) // so that the system provides it now and not under the lock
+	m.cover(len(space))
+	r.mu.Lock()
+	slots := r.order.reserve(n, space)
 	m.cover(len(r.order.runs))
 	for _, slot := range slots {
 		m.order.runs[slot].gen = r.order.runs[slot].gen // what refers to it is void
@@ -394,12 +400,12 @@ func (m *merger) merge() (blocks int) {
 			r.mu.Unlock()
 			return 0
 		}
-		placed, stored := live.placed, live.blocks
+		slots, placed, stored := len(live.runs), live.placed, live.blocks
 		distance, capacity := live.running+live.used-live.wait, r.capacity
 		changes := j.list[applied:]
 		if len(changes) <= changesAtOnce || turn > turnsMost {
 			m.apply(changes)
-			if blocks = m.order.blocks; blocks == 0 || live.precede(&m.order, m.slots) {
+			if blocks = m.order.blocks; blocks == 0 || live.precede(&m.order, m.ours) {
 				break // still locked
 			}
 			applied += len(changes)
@@ -409,6 +415,7 @@ func (m *merger) merge() (blocks int) {
 
 		m.apply(changes)
 		applied += len(changes)
+		m.cover(slots + slots/2)
 		if placed > len(m.order.at)-int(m.order.next) {
 			m.order.repack(2*placed + slotsAtOnce)
 		}
