@@ -1,6 +1,8 @@
 package main
 
 import (
+	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -19,6 +21,24 @@ func TestReport(t *testing.T) {
 	}
 	if err := draw([]*figure{f, f}).Write(&svg); err != nil || strings.Count(svg.String(), "<circle") != 16 || !strings.Contains(svg.String(), "match ^1.00") {
 		t.Errorf("%v\n%s", err, &svg)
+	}
+}
+
+// The numbers beside the axis are wholly in the picture, up to 100 ms: a figure
+// of this font is 7 pixels wide.
+func TestLabelsAreNotCutOff(t *testing.T) {
+	var svg strings.Builder
+	if err := draw([]*figure{{"Blocks", []float64{1, 10}, []curve{{"decision", []float64{1, 1e5}}}}}).Write(&svg); err != nil {
+		t.Fatal(err)
+	}
+	labels := regexp.MustCompile(`<text x="([\d.]+)" [^>]*text-anchor="end"[^>]*>([^<]*)`).FindAllStringSubmatch(svg.String(), -1)
+	for _, label := range labels {
+		if end, err := strconv.ParseFloat(label[1], 64); err != nil || end < float64(7*len([]rune(label[2]))) {
+			t.Errorf("'%s' ends at %s", label[2], label[1])
+		}
+	}
+	if len(labels) != 6 {
+		t.Errorf("%d labels", len(labels))
 	}
 }
 

@@ -106,7 +106,7 @@ var colors = [...]string{"#1f6feb", "#d97706", "#16a34a", "#9333ea"}
 
 // draw puts the figures into a grid of two columns.
 func draw(all []*figure) *chart.Drawing {
-	const width, height, left, top, bottom = 440, 300, 60, 30, 50
+	const width, height, left, top, bottom = 440, 300, 72, 30, 50
 	d := chart.New(2*width, (len(all)+1)/2*height, "Time of a decision against replicas, blocks, prompt length and goroutines")
 	for i, f := range all {
 		x0, y0 := float64(i%2*width), float64(i/2*height)
