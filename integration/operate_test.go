@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
@@ -311,9 +312,13 @@ func TestLoadErrors(t *testing.T) {
 	for _, test := range []struct{ name, option, want string }{
 		{"drain/other", "drain 1.2.3.4:1", "invalid drain '1.2.3.4:1': should be one of the upstreams "},
 		{"drain/name", "drain localhost:1", "invalid drain 'localhost:1': should be one of the upstreams "},
-		{"seed/not set", "seed {env.PREFIX_AFFINITY_NOT_SET}", "seed '{env.PREFIX_AFFINITY_NOT_SET}' is empty: set what it refers to"},
-		{"seed/misspelt", "seed {enw.SEED}", "seed '{enw.SEED}' is empty"},
-		{"sync/password", "seed s\n\t\t\tsync redis 127.0.0.1:1 {\n\t\t\t\tpassword {env.PREFIX_AFFINITY_NOT_SET}\n\t\t\t}", "password '{env.PREFIX_AFFINITY_NOT_SET}' of sync is empty: set what it refers to"},
+		{"seed/not set", "seed {env.PREFIX_AFFINITY_NOT_SET}", "placeholder '{env.PREFIX_AFFINITY_NOT_SET}' of seed has no value: set what it refers to"},
+		{"seed/misspelt", "seed {enw.SEED}", "placeholder '{enw.SEED}' of seed has no value"},
+		{"seed/half not set", "seed sesame-{env.PREFIX_AFFINITY_NOT_SET}", "placeholder '{env.PREFIX_AFFINITY_NOT_SET}' of seed has no value"},
+		{"seed/half misspelt", "seed {env.PREFIX_AFFINITY_URL}{enw.SEED}", "placeholder '{enw.SEED}' of seed has no value"},
+		{"seed/no file", "seed sesame-{file./no/such/file}", "placeholder '{file./no/such/file}' of seed has no value"},
+		{"seed/of a request", "seed {http.request.host}", "placeholder '{http.request.host}' of seed has no value"},
+		{"sync/password", "seed s\n\t\t\tsync redis 127.0.0.1:1 {\n\t\t\t\tpassword sesame-{env.PREFIX_AFFINITY_NOT_SET}\n\t\t\t}", "placeholder '{env.PREFIX_AFFINITY_NOT_SET}' of password has no value: set what it refers to, in sync"},
 		{"sync/address", "seed s\n\t\t\tsync redis {env.PREFIX_AFFINITY_URL}", "invalid address '{env.PREFIX_AFFINITY_URL}' of sync: what it refers to should be host or host:port"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -323,6 +328,28 @@ func TestLoadErrors(t *testing.T) {
 				t.Errorf("got %q, want it to say %q%s", err, test.want, in)
 			}
 		})
+	}
+}
+
+// Whatever Caddy knows without a request may be in a seed.
+func TestSeedOfPlaceholders(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "seed")
+	if err := os.WriteFile(file, []byte("secret\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PREFIX_AFFINITY_SEED", "secret")
+	s, ups := twoUpstreams(t, "seed a-secret")
+	upstreams := strings.Join(ups, " ")
+	body := chat(false, words("seeded", 4000))
+	s.ask(t, body)
+	for _, seed := range []string{"a-{env.PREFIX_AFFINITY_SEED}", "a-{file." + file + "}"} {
+		s.reload(t, upstreams, policy("seed "+seed))
+		if d := s.ask(t, body); d.reason != "affinity" {
+			t.Errorf("seed %s: %+v", seed, d)
+		}
+	}
+	if err := s.Reload(s.file(proxyTo(upstreams, policy("seed {system.hostname}-{system.os}")))); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -88,7 +88,7 @@ func TestSyncMistakes(t *testing.T) {
 	if err := os.Unsetenv("TEST_REDIS_PASSWORD"); err != nil {
 		t.Fatal(err)
 	}
-	fails("no password", proxyTo(fleet.Upstreams(), syncTo("127.0.0.1:2", "")), "password '{env.TEST_REDIS_PASSWORD}' of sync is empty")
+	fails("no password", proxyTo(fleet.Upstreams(), syncTo("127.0.0.1:2", "")), "placeholder '{env.TEST_REDIS_PASSWORD}' of password has no value")
 	s.reload(t, fleet.Upstreams(), policy("seed secret", "snapshot off"))
 	for _, sync := range []string{`{}`, `{"redis":{}}`} {
 		t.Run("json/"+sync, func(t *testing.T) {

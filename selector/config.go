@@ -114,8 +114,8 @@ type Config struct {
 
 	// A secret from which the hashes start. Several Caddys that serve the same
 	// upstreams agree better where it is the same. May be a placeholder such as
-	// `{env.SEED}`. By default it is random, made once and kept in Caddy's data
-	// directory.
+	// `{env.SEED}`, or have some, all of which must have a value. By default it is
+	// random, made once and kept in Caddy's data directory.
 	Seed string `json:"seed,omitempty"`
 
 	// Share what is learned, and the load, with the other Caddys before the same
@@ -304,6 +304,19 @@ func (c Config) ignored() (*regexp.Regexp, error) {
 		return nil, nil
 	}
 	return regexp.Compile("(?:" + strings.Join(c.Ignore, ")|(?:") + ")")
+}
+
+// fill returns the value of an option with those of its placeholders, all of
+// which must have one: a seed or a password that lacks a part would be wrong
+// without a word. As it may be a secret, errors tell no more of it than the
+// placeholder.
+func fill(option, value string) (string, error) {
+	return caddy.NewReplacer().ReplaceFunc(value, func(name string, is any) (any, error) {
+		if caddy.ToString(is) == "" {
+			return nil, fmt.Errorf("placeholder '{%s}' of %s has no value: set what it refers to", name, option)
+		}
+		return is, nil
+	})
 }
 
 // ofRequest reports whether a text refers to anything that requests can differ in.

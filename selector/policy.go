@@ -77,9 +77,8 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	if err != nil {
 		return nil, fmt.Errorf("invalid ignore: %v", err)
 	}
-	p.config.Seed = caddy.NewReplacer().ReplaceAll(p.config.Seed, "")
-	if config.Seed != "" && p.config.Seed == "" {
-		return nil, fmt.Errorf("seed '%s' is empty: set what it refers to", config.Seed)
+	if p.config.Seed, err = fill("seed", p.config.Seed); err != nil {
+		return nil, err
 	}
 	seed := ownSeed
 	if secret := p.config.Seed; secret != "" {

@@ -31,8 +31,8 @@ type Sync struct {
 }
 
 // Redis says where a Redis or Valkey is. Each value may be a placeholder such as
-// `{env.REDIS_PASSWORD}` or `{file./run/secrets/redis}`. Gateways before other
-// upstreams should use another Redis or stream_prefix.
+// `{env.REDIS_PASSWORD}` or `{file./run/secrets/redis}`, which must have a value.
+// Gateways before other upstreams should use another Redis or stream_prefix.
 //
 // It needs no persistence. It holds hashes of prompts, addresses of upstreams and
 // counts, in some 64 MiB, and sees what it is told a few times a second for each
@@ -115,13 +115,12 @@ func (c Config) Complete() error {
 
 // resolve returns the options with the values of their placeholders.
 func (r *Redis) resolve() (o share.Options, err error) {
-	repl := caddy.NewReplacer()
 	text := func(name, value string) string {
-		resolved := repl.ReplaceAll(value, "")
-		if value != "" && resolved == "" && err == nil {
-			err = fmt.Errorf("%s '%s' of sync is empty: set what it refers to", name, value)
+		filled, wrong := fill(name, value)
+		if wrong != nil && err == nil {
+			err = fmt.Errorf("%w, in sync", wrong)
 		}
-		return resolved
+		return filled
 	}
 	for _, address := range r.Addresses {
 		addresses, wrong := redisAddresses(text("address", address))
