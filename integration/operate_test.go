@@ -204,19 +204,26 @@ func TestAdminAPI(t *testing.T) {
 		for _, test := range []struct {
 			method, path string
 			status       int
+			want         string
 		}{
-			{"POST", "upstreams", http.StatusMethodNotAllowed},
-			{"GET", "lookup", http.StatusMethodNotAllowed},
-			{"GET", "drain?upstream=" + holder, http.StatusMethodNotAllowed},
-			{"POST", "drain", http.StatusBadRequest},
-			{"POST", "drain?upstream=nobody:1", http.StatusNotFound},
-			{"POST", "undrain?upstream=" + holder, http.StatusConflict},
-			{"POST", "forget?upstream=nobody:1", http.StatusNotFound},
+			{"POST", "upstreams", http.StatusMethodNotAllowed, "use GET"},
+			{"GET", "lookup", http.StatusMethodNotAllowed, "use POST"},
+			{"GET", "drain?upstream=" + holder, http.StatusMethodNotAllowed, "use POST"},
+			{"POST", "drain", http.StatusBadRequest, "invalid upstream ''"},
+			{"POST", "drain?upstream=nobody:1", http.StatusNotFound, "unknown upstream 'nobody:1'"},
+			{"POST", "drain?upstream=" + holder + "&froce=true", http.StatusBadRequest, "unknown parameter 'froce': the parameters are upstream, force"},
+			{"POST", "drain?upstream=" + holder + ";force=true", http.StatusBadRequest, "invalid query"},
+			{"POST", "undrain?upstream=" + holder, http.StatusConflict, "is not drained"},
+			{"POST", "undrain?upstream=" + holder + "&force=true", http.StatusBadRequest, "unknown parameter 'force': the parameters are upstream"},
+			{"POST", "forget?upstream=nobody:1", http.StatusNotFound, "unknown upstream 'nobody:1'"},
+			{"POST", "forget?upstraem=" + holder, http.StatusBadRequest, "unknown parameter 'upstraem': the parameters are upstream"},
+			{"POST", "lookup?scope=tenant", http.StatusBadRequest, "unknown parameter 'scope': the parameters are path"},
+			{"GET", "upstreams?upstream=" + holder, http.StatusBadRequest, "unknown parameter 'upstream': there are none here"},
 		} {
 			var answer struct {
 				Error string `json:"error"`
 			}
-			if status := s.admin(t, test.method, test.path, "", &answer); status != test.status || answer.Error == "" {
+			if status := s.admin(t, test.method, test.path, "", &answer); status != test.status || !strings.Contains(answer.Error, test.want) {
 				t.Errorf("%s %s: status %d, %q", test.method, test.path, status, answer.Error)
 			}
 		}

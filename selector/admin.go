@@ -7,6 +7,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"net/url"
 	"reflect"
 	"slices"
 	"strings"
@@ -37,7 +38,7 @@ func init() {
 // header: Caddy logs the requests of its admin endpoint, but not what stands
 // there.
 //
-// Answers are JSON. They hold counts and addresses, never text of a prompt, a
+// Unknown parameters are refused. Answers are JSON. They hold counts and addresses, never text of a prompt, a
 // key or a hash.
 type adminAPI struct{}
 
@@ -51,13 +52,16 @@ func (adminAPI) CaddyModule() caddy.ModuleInfo {
 
 // Routes returns the routes of the API.
 func (adminAPI) Routes() []caddy.AdminRoute {
-	route := func(name, method string, handle func(*http.Request) (any, error)) caddy.AdminRoute {
+	route := func(name, method string, handle func(*http.Request) (any, error), parameters ...string) caddy.AdminRoute {
 		return caddy.AdminRoute{
 			Pattern: "/prefix_affinity/" + name,
 			Handler: caddy.AdminHandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
 				if r.Method != method {
 					w.Header().Set("Allow", method)
 					return apiError(http.StatusMethodNotAllowed, "method '%s' not allowed: use %s", r.Method, method)
+				}
+				if err := checkQuery(r.URL.RawQuery, parameters); err != nil {
+					return err
 				}
 				answer, err := handle(r)
 				if err != nil {
@@ -70,10 +74,10 @@ func (adminAPI) Routes() []caddy.AdminRoute {
 	}
 	return []caddy.AdminRoute{
 		route("upstreams", http.MethodGet, listUpstreams),
-		route("lookup", http.MethodPost, lookup),
-		route("drain", http.MethodPost, drain),
-		route("undrain", http.MethodPost, undrain),
-		route("forget", http.MethodPost, forget),
+		route("lookup", http.MethodPost, lookup, "path"),
+		route("drain", http.MethodPost, drain, "upstream", "force"),
+		route("undrain", http.MethodPost, undrain, "upstream"),
+		route("forget", http.MethodPost, forget, "upstream"),
 	}
 }
 
@@ -83,6 +87,25 @@ const (
 	useList  = "use an address of GET /prefix_affinity/upstreams"
 	useQuery = "should be one, ?upstream=<address>"
 )
+
+// checkQuery fails where a query has a parameter that its route doesn't know: one
+// that is misspelt would be passed over without a word.
+func checkQuery(query string, parameters []string) error {
+	given, err := url.ParseQuery(query)
+	if err != nil {
+		return apiError(http.StatusBadRequest, "invalid query '%s': %v", query, err)
+	}
+	for name := range given {
+		switch {
+		case slices.Contains(parameters, name):
+		case len(parameters) == 0:
+			return apiError(http.StatusBadRequest, "unknown parameter '%s': there are none here", name)
+		default:
+			return apiError(http.StatusBadRequest, "unknown parameter '%s': the parameters are %s", name, strings.Join(parameters, ", "))
+		}
+	}
+	return nil
+}
 
 func apiError(status int, format string, args ...any) error {
 	return caddy.APIError{HTTPStatus: status, Err: fmt.Errorf(format, args...)}
