@@ -411,6 +411,31 @@ func TestCommand(t *testing.T) {
 	if out, err := s.caddy(t, "prefix-affinity", "drain", "--force", holder); err != nil {
 		t.Errorf("%v: %s", err, out)
 	}
+	// A script that looks up what can't be found notices, also where several sites
+	// have an answer each.
+	for _, proxy := range []string{policy(), policy() + "\n\t}\n\treverse_proxy /other " + fleet.Upstreams() + " {\n\t\t" + policy("block_size 512")} {
+		s.reload(t, fleet.Upstreams(), proxy)
+		for _, test := range []struct{ body, path, want string }{
+			{"", chatPath, "no prompt to go by: the body is empty"},
+			{"hello", chatPath, "no prompt to go by: the body is not JSON"},
+			{`{"model":"m"}`, chatPath, "no prompt to go by: the body has no prompt"},
+			{`{"model":"m","input":"x"}`, embPath, "no prompt to go by: it is for an API that generates nothing"},
+		} {
+			if err := os.WriteFile(file, []byte(test.body), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			for _, more := range []string{"--path=" + test.path, "--json"} {
+				out, err := s.caddy(t, "prefix-affinity", "lookup", file, "--path", test.path, more)
+				if err == nil || strings.Count(out, test.want) != 1 || strings.Contains(out, "unkeyed") != (more == "--json") {
+					t.Errorf("%s %s: %v, want %q: %s", test.body, more, err, test.want, out)
+				}
+			}
+		}
+	}
+	s.reloadTo(t, "respond gone")
+	if out, err := s.caddy(t, "prefix-affinity", "lookup", file); err == nil || !strings.Contains(out, "no prefix_affinity policy is configured") {
+		t.Errorf("%v: %s", err, out)
+	}
 }
 
 // scrape returns the samples of the metrics with a prefix, by name and labels.

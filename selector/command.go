@@ -21,6 +21,7 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
 
+	"github.com/prefix-affinity/caddy/prefixhash"
 	"github.com/prefix-affinity/caddy/selector/ui"
 )
 
@@ -39,7 +40,8 @@ it found in its cache, how large that cache seems to be.
 ui serves a page that shows the same, and more, live in a browser, until Ctrl-C.
 
 lookup shows which upstreams are believed to hold the beginning of the prompt in
-a request body, read from a file or, for -, from standard input.
+a request body, read from a file or, for -, from standard input. It fails where
+the body has no prompt to go by.
 
 drain keeps new prefixes away from an upstream; conversations that it holds stay
 until they end or the policy's drain_timeout has passed. undrain ends that.
@@ -177,8 +179,10 @@ func (c client) show(method, route string, query url.Values, header http.Header,
 		return fmt.Errorf("reading answer of %s: %v", c.address, err)
 	}
 	if c.raw {
-		_, err := c.out.Write(answer)
-		return err
+		if _, err := c.out.Write(answer); err != nil {
+			return err
+		}
+		return pretty(io.Discard, answer) // for what it says of the answer
 	}
 	return pretty(c.out, answer)
 }
@@ -248,17 +252,39 @@ func known[T cmp.Ordered](value T, format string) string {
 	return fmt.Sprintf(format, value)
 }
 
+// inWords says why a body has no key.
+func inWords(unkeyed string) string {
+	switch unkeyed {
+	case prefixhash.Empty.String():
+		return "the body is empty"
+	case prefixhash.NotJSON.String():
+		return "the body is not JSON"
+	case prefixhash.NoPrompt.String():
+		return "the body has no prompt in any shape that is known"
+	case prefixhash.NotPrompt.String():
+		return "it is for an API that generates nothing; --path says where it would be sent"
+	}
+	return unkeyed
+}
+
+// printLookup fails where no site would find a prompt: a script should notice.
 func printLookup(w io.Writer, answer []byte) error {
 	var lookups []lookupAnswer
 	if err := json.Unmarshal(answer, &lookups); err != nil {
 		return err
+	}
+	if len(lookups) == 0 {
+		return errors.New("no prefix_affinity policy is configured")
+	}
+	if !slices.ContainsFunc(lookups, func(l lookupAnswer) bool { return l.Unkeyed == "" }) {
+		return fmt.Errorf("no prompt to go by: %s", inWords(lookups[0].Unkeyed))
 	}
 	for _, l := range lookups {
 		if len(lookups) > 1 && len(l.Sites) > 0 {
 			fmt.Fprintf(w, "%s:\n", strings.Join(l.Sites, "; "))
 		}
 		if l.Unkeyed != "" {
-			fmt.Fprintf(w, "no prompt to go by: %s\n", l.Unkeyed)
+			fmt.Fprintf(w, "no prompt to go by: %s\n", inWords(l.Unkeyed))
 			continue
 		}
 		fmt.Fprintf(w, "%d prompt tokens in %d blocks of %d bytes\n", l.PromptTokens, l.Blocks, l.BlockSize)
