@@ -21,15 +21,11 @@ import (
 func Unmarshal(d *caddyfile.Dispenser, c *selector.Config) error {
 	d.Next() // consume the policy's name
 	if d.NextArg() {
-		return d.ArgErr()
+		return d.Errf("unexpected argument '%s' of prefix_affinity: should be options in a block", d.Val())
 	}
-	seen := make(map[string]bool)
+	var seen []string
 	for d.NextBlock(0) {
-		read, err := readerOf(d, options, seen)
-		if err != nil {
-			return err
-		}
-		if err := read(d, c); err != nil {
+		if err := readOption(d, options, &seen, c); err != nil {
 			return err
 		}
 		if err := c.Validate(); err != nil { // here, so that the error names the option's line
@@ -42,39 +38,38 @@ func Unmarshal(d *caddyfile.Dispenser, c *selector.Config) error {
 	return nil
 }
 
-// options holds the reader of each option. A reader stands on the option's name
-// and takes the rest of its line.
-var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
-	"fallback": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+// options has the options of the policy.
+var options = map[string]option[*selector.Config]{
+	"fallback": {"<policy> [<args...>]", func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
 		c.FallbackRaw, err = fallback(d)
 		return err
-	},
-	"block_size": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"block_size": {"<size>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		size, err := size(d)
 		c.BlockSize = int(size)
 		return err
-	},
-	"max_body": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+	}},
+	"max_body": {"<size>", func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
 		c.MaxBody, err = size(d)
 		return err
-	},
-	"min_match": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+	}},
+	"min_match": {"<tokens>", func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
 		c.MinMatch, err = count(d, "tokens")
 		return err
-	},
-	"affinity_weight": weight,
-	"replica_cache": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"affinity_weight": {"<number>|auto", weight},
+	"replica_cache": {"<tokens>|auto", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		if auto(d) {
 			return only(d)
 		}
 		var err error
 		c.ReplicaCache, err = count(d, "tokens")
 		return err
-	},
-	"poll": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+	}},
+	"poll": {"<interval> [<path>]", func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
 		args := d.RemainingArgs()
 		if len(args) < 1 || len(args) > 2 {
-			return d.ArgErr()
+			return errArgs
 		}
 		if c.Poll, err = duration(d, "poll", args[0]); err != nil {
 			return err
@@ -85,8 +80,8 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 			}
 		}
 		return nil
-	},
-	"orca": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"orca": {"[text|json]", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.ORCA = "text"
 		if d.NextArg() {
 			c.ORCA = d.Val()
@@ -95,24 +90,24 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 			return d.Errf("invalid orca '%s': should be text or json", c.ORCA)
 		}
 		return only(d)
-	},
-	"cached_tokens_header": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"cached_tokens_header": {"<name>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		return text(d, &c.CachedTokensHeader)
-	},
-	"queue_depth_header": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"queue_depth_header": {"<name>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		return text(d, &c.QueueDepthHeader)
-	},
-	"session_header": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"session_header": {"<names...>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.SessionHeaders = d.RemainingArgs()
 		if len(c.SessionHeaders) == 0 {
-			return d.ArgErr()
+			return errArgs
 		}
 		return nil
-	},
-	"scope": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"scope": {"<placeholder>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		return text(d, &c.Scope)
-	},
-	"ignore": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"ignore": {"<regexp>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		var expr string
 		if err := text(d, &expr); err != nil {
 			return err
@@ -122,23 +117,23 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		}
 		c.Ignore = append(c.Ignore, expr)
 		return nil
-	},
-	"seed": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"seed": {"<secret>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		return text(d, &c.Seed)
-	},
-	"sync": syncWith,
-	"index_size": func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
+	}},
+	"sync": {"redis <address...> {...}", syncWith},
+	"index_size": {"<blocks>", func(d *caddyfile.Dispenser, c *selector.Config) (err error) {
 		c.IndexSize, err = count(d, "blocks")
 		return err
-	},
-	"drain": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"drain": {"<upstream...>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Drain = d.RemainingArgs()
 		if len(c.Drain) == 0 {
-			return d.ArgErr()
+			return errArgs
 		}
 		return nil
-	},
-	"drain_timeout": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"drain_timeout": {"<duration>", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		var value string
 		if err := text(d, &value); err != nil {
 			return err
@@ -146,8 +141,8 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		var err error
 		c.DrainTimeout, err = duration(d, "drain_timeout", value)
 		return err
-	},
-	"snapshot": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"snapshot": {"<interval>|off", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		var value string
 		if err := text(d, &value); err != nil {
 			return err
@@ -159,21 +154,21 @@ var options = map[string]func(*caddyfile.Dispenser, *selector.Config) error{
 		var err error
 		c.Snapshot, err = duration(d, "snapshot", value)
 		return err
-	},
-	"shadow": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"shadow": {"", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Shadow = true
 		return only(d)
-	},
-	"explain": func(d *caddyfile.Dispenser, c *selector.Config) error {
+	}},
+	"explain": {"", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Explain = true
 		return only(d)
-	},
+	}},
 }
 
 // fallback reads a selection policy, its block included, as reverse_proxy does.
 func fallback(d *caddyfile.Dispenser) (json.RawMessage, error) {
 	if !d.NextArg() {
-		return nil, d.ArgErr()
+		return nil, errArgs
 	}
 	name := d.Val()
 	if name == "prefix_affinity" {
@@ -211,7 +206,7 @@ func weight(d *caddyfile.Dispenser, c *selector.Config) error {
 func text(d *caddyfile.Dispenser, to *string) error {
 	option := d.Val()
 	if !d.NextArg() {
-		return d.ArgErr()
+		return errArgs
 	}
 	if *to = d.Val(); strings.TrimSpace(*to) == "" {
 		return d.Errf("invalid %s '%s': should not be empty; leave the option out for its default", option, *to)
@@ -222,7 +217,7 @@ func text(d *caddyfile.Dispenser, to *string) error {
 // only fails where an option has more arguments.
 func only(d *caddyfile.Dispenser) error {
 	if d.NextArg() {
-		return d.ArgErr()
+		return errArgs
 	}
 	return nil
 }

@@ -1,6 +1,7 @@
 package caddyfile
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -9,20 +10,39 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 )
 
-// readerOf returns the reader of the option on which d stands, and notes in seen
-// that it was there. Only ignore may come again.
-func readerOf[R any](d *caddyfile.Dispenser, options map[string]R, seen map[string]bool) (read R, err error) {
-	option := d.Val()
-	read, ok := options[option]
-	switch {
-	case !ok:
-		return read, d.Err(unrecognized(option, slices.Sorted(maps.Keys(options))))
-	case seen[option] && option != "ignore":
-		return read, d.Errf("%s already specified", option)
-	}
-	seen[option] = true
-	return read, nil
+// An option of a C has a name, under which it is found, and a reader, which stands
+// on the name and takes the rest of the line.
+type option[C any] struct {
+	takes string // what stands behind the name
+	read  func(*caddyfile.Dispenser, C) error
 }
+
+// errArgs is a reader's error where arguments are missing or too many.
+var errArgs = errors.New("wrong argument count")
+
+// readOption reads the option on which d stands into c. seen are those before it
+// in their block: only ignore may come again.
+func readOption[C any](d *caddyfile.Dispenser, options map[string]option[C], seen *[]string, c C) error {
+	name := d.Val()
+	o, ok := options[name]
+	switch {
+	case name == "{" && len(*seen) > 0:
+		last := (*seen)[len(*seen)-1]
+		return d.Errf("%s has no block: should be '%s'", last, usage(last, options[last].takes))
+	case !ok:
+		return d.Err(unrecognized(name, slices.Sorted(maps.Keys(options))))
+	case name != "ignore" && slices.Contains(*seen, name):
+		return d.Errf("%s already specified", name)
+	}
+	*seen = append(*seen, name)
+	err := o.read(d, c)
+	if errors.Is(err, errArgs) {
+		return d.Errf("%v of %s: should be '%s'", err, name, usage(name, o.takes))
+	}
+	return err
+}
+
+func usage(name, takes string) string { return strings.TrimSpace(name + " " + takes) }
 
 // unrecognized says what an option should have been: one of those there are,
 // perhaps the one that is spelt most like it.

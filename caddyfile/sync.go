@@ -19,22 +19,18 @@ import (
 //	}
 func syncWith(d *caddyfile.Dispenser, c *selector.Config) error {
 	if !d.NextArg() {
-		return d.ArgErr()
+		return errArgs
 	}
 	if d.Val() != "redis" {
 		return d.Errf("unrecognized sync '%s': should be redis", d.Val())
 	}
 	r := &selector.Redis{Addresses: d.RemainingArgs()}
 	if len(r.Addresses) == 0 {
-		return d.ArgErr()
+		return errArgs
 	}
-	seen := make(map[string]bool)
+	var seen []string
 	for d.NextBlock(1) {
-		read, err := readerOf(d, redisOptions, seen)
-		if err != nil {
-			return err
-		}
-		if err := read(d, r); err != nil {
+		if err := readOption(d, redisOptions, &seen, r); err != nil {
 			return err
 		}
 	}
@@ -42,25 +38,25 @@ func syncWith(d *caddyfile.Dispenser, c *selector.Config) error {
 	return nil
 }
 
-// redisOptions holds the readers of the options of sync redis.
-var redisOptions = map[string]func(*caddyfile.Dispenser, *selector.Redis) error{
-	"username": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+// redisOptions has the options of sync redis.
+var redisOptions = map[string]option[*selector.Redis]{
+	"username": {"<name>", func(d *caddyfile.Dispenser, r *selector.Redis) error {
 		return text(d, &r.Username)
-	},
-	"password": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+	}},
+	"password": {"<secret>", func(d *caddyfile.Dispenser, r *selector.Redis) error {
 		return text(d, &r.Password)
-	},
-	"db": func(d *caddyfile.Dispenser, r *selector.Redis) (err error) {
+	}},
+	"db": {"<number>", func(d *caddyfile.Dispenser, r *selector.Redis) (err error) {
 		r.DB, err = database(d)
 		return err
-	},
-	"tls": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+	}},
+	"tls": {"", func(d *caddyfile.Dispenser, r *selector.Redis) error {
 		r.TLS = true
 		return only(d)
-	},
-	"stream_prefix": func(d *caddyfile.Dispenser, r *selector.Redis) error {
+	}},
+	"stream_prefix": {"<text>", func(d *caddyfile.Dispenser, r *selector.Redis) error {
 		return text(d, &r.StreamPrefix)
-	},
+	}},
 }
 
 func database(d *caddyfile.Dispenser) (int, error) {

@@ -106,38 +106,50 @@ func TestAdaptErrors(t *testing.T) {
 		{"repeated/block_size", "block_size 256\nblock_size 256", "block_size already specified"},
 		{"repeated/orca", "orca\norca", "orca already specified"},
 		{"repeated/explain", "explain\nexplain", "explain already specified"},
-		{"missing/fallback", "fallback", "wrong argument count"},
-		{"missing/block_size", "block_size", "wrong argument count"},
-		{"missing/max_body", "max_body", "wrong argument count"},
-		{"missing/min_match", "min_match", "wrong argument count"},
-		{"missing/affinity_weight", "affinity_weight", "wrong argument count"},
-		{"missing/replica_cache", "replica_cache", "wrong argument count"},
-		{"missing/cached_tokens_header", "cached_tokens_header", "wrong argument count"},
-		{"missing/queue_depth_header", "queue_depth_header", "wrong argument count"},
-		{"missing/session_header", "session_header", "wrong argument count"},
-		{"missing/scope", "scope", "wrong argument count"},
-		{"missing/ignore", "ignore", "wrong argument count"},
-		{"missing/seed", "seed", "wrong argument count"},
-		{"missing/drain", "drain", "wrong argument count"},
+		{"missing/fallback", "fallback", "wrong argument count of fallback: should be 'fallback "},
+		{"missing/block_size", "block_size", "wrong argument count of block_size: should be 'block_size "},
+		{"missing/max_body", "max_body", "wrong argument count of max_body: should be 'max_body "},
+		{"missing/min_match", "min_match", "wrong argument count of min_match: should be 'min_match "},
+		{"missing/affinity_weight", "affinity_weight", "wrong argument count of affinity_weight: should be 'affinity_weight "},
+		{"missing/replica_cache", "replica_cache", "wrong argument count of replica_cache: should be 'replica_cache "},
+		{"missing/cached_tokens_header", "cached_tokens_header", "wrong argument count of cached_tokens_header: should be 'cached_tokens_header "},
+		{"missing/queue_depth_header", "queue_depth_header", "wrong argument count of queue_depth_header: should be 'queue_depth_header "},
+		{"missing/session_header", "session_header", "wrong argument count of session_header: should be 'session_header "},
+		{"missing/scope", "scope", "wrong argument count of scope: should be 'scope "},
+		{"missing/ignore", "ignore", "wrong argument count of ignore: should be 'ignore "},
+		{"missing/seed", "seed", "wrong argument count of seed: should be 'seed "},
+		{"missing/drain", "drain", "wrong argument count of drain: should be 'drain "},
 		{"value/drain_timeout", "drain_timeout soon", "invalid drain_timeout 'soon'"},
-		{"missing/poll", "poll", "wrong argument count"},
+		{"missing/poll", "poll", "wrong argument count of poll: should be 'poll "},
 		{"value/poll", "poll often", "invalid poll 'often'"},
 		{"value/poll-range", "poll 1ms", "invalid poll '1ms'"},
 		{"value/poll-path", "poll 1s metrics", "invalid poll_path 'metrics'"},
-		{"missing/snapshot", "snapshot", "wrong argument count"},
+		{"missing/snapshot", "snapshot", "wrong argument count of snapshot: should be 'snapshot "},
 		{"value/snapshot", "snapshot never", "invalid snapshot 'never'"},
 		{"value/snapshot-range", "snapshot 1ms", "invalid snapshot '1ms'"},
-		{"extra/snapshot", "snapshot off 1m", "wrong argument count"},
-		{"missing/sync", "sync", "wrong argument count"},
-		{"missing/sync-address", "sync redis", "wrong argument count"},
+		{"extra/snapshot", "snapshot off 1m", "wrong argument count of snapshot: should be 'snapshot "},
+		{"missing/sync", "sync", "wrong argument count of sync: should be 'sync "},
+		{"missing/sync-address", "sync redis", "wrong argument count of sync: should be 'sync "},
 		{"unknown/sync", "sync gossip 10.0.0.9", "unrecognized sync 'gossip'"},
-		{"missing/index_size", "index_size", "wrong argument count"},
-		{"extra/block_size", "block_size 256 512", "wrong argument count"},
-		{"extra/affinity_weight", "affinity_weight auto 2", "wrong argument count"},
-		{"extra/replica_cache", "replica_cache auto 2", "wrong argument count"},
-		{"extra/orca", "orca text json", "wrong argument count"},
-		{"extra/scope", "scope a b", "wrong argument count"},
-		{"extra/explain", "explain yes", "wrong argument count"},
+		{"missing/index_size", "index_size", "wrong argument count of index_size: should be 'index_size "},
+		{"extra/block_size", "block_size 256 512", "wrong argument count of block_size: should be 'block_size "},
+		{"extra/affinity_weight", "affinity_weight auto 2", "wrong argument count of affinity_weight: should be 'affinity_weight "},
+		{"extra/replica_cache", "replica_cache auto 2", "wrong argument count of replica_cache: should be 'replica_cache "},
+		{"extra/orca", "orca text json", "wrong argument count of orca: should be 'orca "},
+		{"extra/scope", "scope a b", "wrong argument count of scope: should be 'scope "},
+		{"extra/poll", "poll 1s /metrics /more", "wrong argument count of poll: should be 'poll <interval> [<path>]'"},
+		{"extra/seed", "seed sesame open", "wrong argument count of seed: should be 'seed <secret>', at"},
+		{"extra/shadow", "shadow off", "wrong argument count of shadow: should be 'shadow'"},
+		{"extra/sync-tls", "seed s\nsync redis 10.0.0.9 {\n\ttls on\n}", "wrong argument count of tls: should be 'tls'"},
+		{"block/explain", "explain {\n}", "explain has no block: should be 'explain'"},
+		{"block/min_match", "min_match 64 {\n}", "min_match has no block: should be 'min_match <tokens>'"},
+		{"block/min_match-alone", "min_match {\n}", "wrong argument count of min_match: should be 'min_match <tokens>'"},
+		{"block/orca", "orca {\n}", "orca has no block: should be 'orca [text|json]'"},
+		{"block/replica_cache", "replica_cache auto {\n}", "replica_cache has no block: should be 'replica_cache <tokens>|auto'"},
+		{"block/drain", "drain a:1 {\n}", "drain has no block: should be 'drain <upstream...>'"},
+		{"block/sync-tls", "seed s\nsync redis 10.0.0.9 {\n\ttls {\n\t}\n}", "tls has no block: should be 'tls'"},
+		{"block/fallback-alone", "fallback {\n}", "wrong argument count of fallback: should be 'fallback <policy> [<args...>]'"},
+		{"extra/explain", "explain yes", "wrong argument count of explain: should be 'explain'"},
 		{"value/block_size", "block_size tiny", "invalid block_size 'tiny'"},
 		{"value/block_size-range", "block_size 7", "invalid block_size '7'"},
 		{"value/max_body", "max_body -1", "invalid max_body '-1'"},
@@ -162,7 +174,7 @@ func TestAdaptErrors(t *testing.T) {
 			if err == nil {
 				t.Fatal("adapted without an error")
 			}
-			if lines[len(lines)-1] == "}" {
+			for strings.TrimSpace(lines[len(lines)-1]) == "}" {
 				lines = lines[:len(lines)-1]
 			}
 			line := "Caddyfile:" + string(rune('0'+3+len(lines)))
@@ -177,7 +189,7 @@ func TestAdaptErrors(t *testing.T) {
 		}
 	})
 	t.Run("extra/policy", func(t *testing.T) {
-		if _, err := adapt(t, ":80\nreverse_proxy a:1 {\n\tlb_policy prefix_affinity x\n}\n"); err == nil || !strings.Contains(err.Error(), "Caddyfile:3") {
+		if _, err := adapt(t, ":80\nreverse_proxy a:1 {\n\tlb_policy prefix_affinity x\n}\n"); err == nil || !strings.Contains(err.Error(), "unexpected argument 'x' of prefix_affinity: should be options in a block, at Caddyfile:3") {
 			t.Errorf("got %v", err)
 		}
 	})
