@@ -127,8 +127,10 @@ func (g *gateway) logged(t *testing.T, text string) int {
 }
 
 const (
-	away  = "redis is away"
-	there = "sync: connected"
+	away   = "redis is away"
+	login  = "redis refuses the login"
+	rights = "redis denies the user a right"
+	there  = "sync: connected"
 )
 
 // balancer spreads connections at random, as an L4 balancer or DNS does.

@@ -27,10 +27,16 @@ func TestReach(t *testing.T) {
 	if answer := secret.say("ACL SETUSER caddy on >pass:word ~other:* +xadd +xread"); !strings.HasPrefix(answer, "+OK") {
 		t.Fatal(answer)
 	}
+	if answer := secret.say("ACL SETUSER writer on >pass:word ~* +xadd"); !strings.HasPrefix(answer, "+OK") {
+		t.Fatal(answer)
+	}
 	if answer := secret.say("CONFIG SET requirepass another"); !strings.HasPrefix(answer, "+OK") {
 		t.Fatal(answer)
 	}
 	cluster := newRedis(t, "--cluster-enabled", "yes")
+	if answer := cluster.say("ACL SETUSER caddy on >pass:word ~* +xadd +xread"); !strings.HasPrefix(answer, "+OK") {
+		t.Fatal(answer)
+	}
 	if answer := cluster.say("CLUSTER ADDSLOTSRANGE 0 16383"); !strings.HasPrefix(answer, "+OK") {
 		t.Fatal(answer)
 	}
@@ -73,6 +79,29 @@ func TestReach(t *testing.T) {
 				if n := g.logged(t, away); n > 0 {
 					t.Errorf("gateway %d warned %d times", i, n)
 				}
+			}
+		})
+	}
+
+	// One that answers, and refuses, is not away. It is warned of once.
+	for _, test := range []struct{ name, sync, want string }{
+		{"login/no password", secret.addr, login},
+		{"login/wrong password", secret.addr + " {\npassword wrong\n}", login},
+		{"login/wrong username", secret.addr + " {\nusername nobody\npassword {env.SYNC_PASSWORD}\n}", login},
+		{"login/username where there are none", newRedis(t).addr + " {\nusername nobody\npassword wrong\n}", login},
+		{"rights/another stream's", secret.addr + " {\nusername caddy\npassword {env.SYNC_PASSWORD}\n}", rights},
+		{"rights/writes only", secret.addr + " {\nusername writer\npassword {env.SYNC_PASSWORD}\n}", rights},
+		{"rights/none on a cluster", cluster.addr + " " + cluster.addr + " {\nusername caddy\npassword {env.SYNC_PASSWORD}\n}", rights},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			g := newGateway(t, fleet.Upstreams(), "seed secret", "sync redis "+test.sync)
+			eventually(t, "a warning", func() bool { return g.logged(t, test.want) > 0 })
+			time.Sleep(time.Second) // for more tries
+			if n, others := g.logged(t, test.want), g.logged(t, "goes on alone"); n != 1 || others != 1 {
+				t.Errorf("%d warnings, of which %d are right", others, n)
+			}
+			if g.logged(t, "pass:word") > 0 {
+				t.Error("the log has the password")
 			}
 		})
 	}

@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -85,6 +86,21 @@ func (s *redisStream) read(ctx context.Context, after string, count int64, wait 
 		entries = append(entries, entry{m.ID, []byte(data)})
 	}
 	return entries, nil
+}
+
+// trouble says what is wrong where an operation failed: time mends a Redis that
+// can't be reached, but not one that answers and refuses.
+func trouble(err error) string {
+	text := err.Error()
+	switch {
+	case redis.IsPermissionError(err):
+		return "redis denies the user a right (XADD and XREAD on the stream are needed, on a cluster CLUSTER too)"
+	case redis.IsAuthError(err),
+		strings.Contains(text, "invalid password"), // before version 6
+		strings.Contains(text, "AUTH"):             // where it has no password
+		return "redis refuses the login (are password and username right?)"
+	}
+	return "redis is away"
 }
 
 func (s *redisStream) close() error { return s.client.Close() }

@@ -17,6 +17,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -92,7 +93,7 @@ type Share struct {
 	wake      chan struct{} // there is something to write
 	full      chan struct{} // there is a full batch to write
 	connected atomic.Bool
-	told      bool         // of this outage; used by run only
+	told      []string     // what has been wrong in this outage; used by run only
 	offset    atomic.Int64 // ns that the local clock is ahead of the stream's
 	back      atomic.Bool  // the stream began anew
 	average   atomic.Int64 // bytes of an entry
@@ -376,9 +377,9 @@ func (s *Share) run(ctx context.Context) {
 			s.connected.Store(was) // Close says goodbye
 			return
 		}
-		if !s.told {
-			s.told = true
-			s.log().Warn("sync: redis is away, so this gateway goes on alone and tries again",
+		if wrong := trouble(err); !slices.Contains(s.told, wrong) {
+			s.told = append(s.told, wrong)
+			s.log().Warn("sync: "+wrong+", so this gateway goes on alone and tries again",
 				zap.String("stream", s.name), zap.Error(err))
 		}
 		if was {
@@ -416,7 +417,7 @@ func (s *Share) session(ctx context.Context) error {
 		return err
 	}
 	s.connected.Store(true)
-	s.told = false
+	s.told = nil
 	s.log().Info("sync: connected", zap.String("stream", s.name), zap.Int64("events_dropped", s.stats.dropped.Load()))
 
 	ctx, cancel := context.WithCancel(ctx)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -583,5 +584,24 @@ func BenchmarkNote(b *testing.B) {
 				}
 			})
 		})
+	}
+}
+
+// What servers of all versions answer to those that they don't want.
+func TestTrouble(t *testing.T) {
+	for _, test := range []struct{ name, answer, want string }{
+		{"login/none", "NOAUTH Authentication required.", "refuses the login"},
+		{"login/wrong", "WRONGPASS invalid username-password pair or user is disabled.", "refuses the login"},
+		{"login/wrong, version 5", "ERR invalid password", "refuses the login"},
+		{"login/needless", "ERR AUTH <password> called without any password configured for the default user.", "refuses the login"},
+		{"login/needless, version 5", "ERR Client sent AUTH, but no password is set", "refuses the login"},
+		{"right/command", "NOPERM this user has no permissions to run the 'xadd' command", "denies the user a right"},
+		{"right/key", "NOPERM No permissions to access a key", "denies the user a right"},
+		{"away/refused", "dial tcp 127.0.0.1:1: connect: connection refused", "is away"},
+		{"away/loading", "LOADING Redis is loading the dataset in memory", "is away"},
+	} {
+		if got := trouble(errors.New(test.answer)); !strings.Contains(got, test.want) {
+			t.Errorf("%s: %s", test.name, got)
+		}
 	}
 }
