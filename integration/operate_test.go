@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -545,6 +546,91 @@ func TestPoll(t *testing.T) {
 	eventually(t, "noticing the restart", func() bool {
 		u := s.upstreams(t, addr)[0]
 		return u.Generation == 1 && u.IndexBlocks == 0
+	})
+}
+
+// What is polled in vain is told at the first answer that says so, once until it
+// is otherwise; what may pass is tried some more.
+func TestPollInVain(t *testing.T) {
+	const known = "vllm:num_requests_waiting 0\nvllm:num_requests_running 0\n"
+	page := func(text string) http.HandlerFunc {
+		return func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) }
+	}
+	for _, test := range []struct {
+		name   string
+		answer http.HandlerFunc
+		polls  int32 // until it is told
+		want   string
+	}{
+		{"page/not there", status(http.StatusNotFound), 1, "upstream has no metrics there"},
+		{"page/refused", status(http.StatusUnauthorized), 1, "upstream has no metrics there"},
+		{"page/switched off", status(http.StatusNotImplemented), 1, "upstream has no metrics there"},
+		{"page/elsewhere", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/login", http.StatusFound) }, 1, "upstream has no metrics there"},
+		{"metrics/none", page(""), 1, "no metrics of an engine that is known here"},
+		{"metrics/html", page("<html>\n<p>Welcome</p>\n</html>\n"), 1, "no metrics of an engine that is known here"},
+		{"metrics/another program's", page("process_start_time_seconds 1\ngo_goroutines 5\n"), 1, "no metrics of an engine that is known here"},
+		{"passing/starting", status(http.StatusServiceUnavailable), 5, "upstream's metrics can't be read"},
+		{"passing/behind a gateway", status(http.StatusBadGateway), 5, "upstream's metrics can't be read"},
+		{"none/known", page(known), 0, ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			var polls atomic.Int32
+			up := newScripted(t, func(w http.ResponseWriter, r *http.Request) {
+				if r.Method == http.MethodGet {
+					polls.Add(1)
+					test.answer(w, r)
+					return
+				}
+				yes(w, r)
+			})
+			interval := "100ms"
+			if test.polls == 1 {
+				interval = "1h" // a second poll is not what it takes
+			}
+			s := newSite(t, up.addr(), policy("poll "+interval))
+			s.ask(t, chat(false, "hello"))
+			told := func() (warnings, right int) {
+				log, err := s.Log()
+				if err != nil {
+					t.Fatal(err)
+				}
+				return strings.Count(log, `"poll: `), strings.Count(log, test.want)
+			}
+			if test.want == "" {
+				eventually(t, "some polls", func() bool { return polls.Load() > 5 })
+				if n, _ := told(); n != 0 {
+					t.Errorf("%d warnings", n)
+				}
+				return
+			}
+			eventually(t, "a warning", func() bool { n, _ := told(); return n > 0 })
+			if n, right := told(); n != 1 || right != 1 || polls.Load() != test.polls {
+				t.Errorf("%d warnings after %d polls, of which %d say %q", n, polls.Load(), right, test.want)
+			}
+		})
+	}
+
+	t.Run("again/after it was known", func(t *testing.T) {
+		var polls atomic.Int32
+		up := newScripted(t, page(""))
+		s := newSite(t, up.addr(), policy("poll 100ms"))
+		serve := func(text string, warnings int) {
+			t.Helper()
+			up.set(func(w http.ResponseWriter, r *http.Request) {
+				polls.Add(1)
+				page(text)(w, r)
+			})
+			polls.Store(0)
+			s.post(t, chatPath, chat(false, "hello"))
+			eventually(t, "some polls", func() bool { return polls.Load() > 3 })
+			log, err := s.Log()
+			if n := strings.Count(log, `"poll: `); err != nil || n != warnings {
+				t.Errorf("%v, %d warnings, want %d", err, n, warnings)
+			}
+		}
+		serve("", 1)
+		serve(known, 1)
+		serve("", 2)
 	})
 }
 

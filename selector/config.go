@@ -75,7 +75,8 @@ type Config struct {
 	// How often to read the engines' own metrics in Prometheus format: their
 	// queues (also of requests that this gateway did not send), the size of their
 	// KV cache, and whether they have restarted. vLLM, SGLang, llama.cpp,
-	// TensorRT-LLM, Triton, TGI and LMDeploy are understood. Off by default.
+	// TensorRT-LLM, Triton, TGI and LMDeploy are understood; an upstream whose page
+	// is none of theirs is warned of once. Off by default.
 	Poll caddy.Duration `json:"poll,omitempty"`
 
 	// Where the metrics are on an upstream. Default is `/metrics`.

@@ -2,6 +2,7 @@ package selector
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -19,8 +20,8 @@ const (
 	pollTimeout     = 2 * time.Second
 	pollBytes       = 4 << 20 // an engine has up to 500 KB to say
 	pollConcurrency = 8
-	// pollTries in a row that failed make an engine one without metrics: it is
-	// asked again after pollPause only.
+	// pollTries in a row that failed, or an answer that says so, make an engine one
+	// without metrics: it is asked again after pollPause only.
 	pollTries = 5
 	pollPause = 10 * time.Minute
 )
@@ -43,6 +44,7 @@ type poller struct {
 type polled struct {
 	failures int
 	pause    time.Time // not asked before
+	told     bool      // that its metrics are of no use, since they were last
 }
 
 func newPoller(p *Policy) *poller {
@@ -93,7 +95,7 @@ func (o *poller) round(now time.Time) {
 				o.failed(upstream, u, err)
 				return
 			}
-			u.failures = 0
+			u.failures, u.told = 0, false
 		})
 	}
 	asked.Wait()
@@ -144,7 +146,7 @@ func (o *poller) ask(upstream string) error {
 	}
 	defer res.Body.Close()
 	if res.StatusCode != http.StatusOK {
-		return fmt.Errorf("status %d", res.StatusCode)
+		return statusError(res.StatusCode)
 	}
 	said, err := signal.ParseMetrics(io.LimitReader(res.Body, pollBytes))
 	if err != nil {
@@ -156,8 +158,24 @@ func (o *poller) ask(upstream string) error {
 		}
 	}
 	o.tell(upstream, said)
+	if said.Engine == "" {
+		return errUnknown
+	}
 	return nil
 }
+
+// errUnknown is no failure for good: some engines have no metrics before their
+// first request.
+var errUnknown = errors.New("no metrics of a known engine")
+
+// statusError is an answer that is no page of metrics.
+type statusError int
+
+func (e statusError) Error() string { return fmt.Sprintf("status %d", int(e)) }
+
+// lasting reports whether the next answer will be the same: a server that is
+// only starting or overloaded says otherwise.
+func (e statusError) lasting() bool { return e < 500 || e == http.StatusNotImplemented }
 
 func (o *poller) tell(upstream string, said signal.EngineMetrics) {
 	before := metrics.of(upstream).engine.Swap(&said)
@@ -186,15 +204,27 @@ func restarted(before, now signal.EngineMetrics) bool {
 	return now.PrefixQueries >= 0 && now.PrefixQueries < before.PrefixQueries
 }
 
+// failed takes note of an error, and warns where it won't pass soon: at once where
+// the upstream has answered, else after some tries.
 func (o *poller) failed(upstream string, u *polled, err error) {
 	if o.ctx.Err() != nil {
 		return
 	}
-	if u.failures++; u.failures < pollTries {
+	status, answered := errors.AsType[statusError](err)
+	what, next, pause := "upstream's metrics can't be read", "it is asked again in "+pollPause.String(), pollPause
+	switch u.failures++; {
+	case errors.Is(err, errUnknown):
+		what, next, pause = "upstream's page has no metrics of an engine that is known here (is the path right?)", "it goes on being asked", 0
+	case answered && status.lasting():
+		what = "upstream has no metrics there (is the path right? llama.cpp has them with --metrics, SGLang with --enable-metrics)"
+	case u.failures < pollTries:
 		return
 	}
-	u.failures = 0
-	u.pause = time.Now().Add(pollPause)
-	o.policy.logger.Warn("upstream's metrics can't be read: it will be left alone for a while",
-		zap.String("upstream", upstream), zap.String("path", o.policy.config.PollPath), zap.Duration("pause", pollPause), zap.Error(err))
+	u.failures, u.pause = 0, time.Now().Add(pause)
+	if u.told {
+		return
+	}
+	u.told = true
+	o.policy.logger.Warn("poll: "+what+", so its queue and cache are not known from it; "+next,
+		zap.String("upstream", upstream), zap.String("path", o.policy.config.PollPath), zap.Error(err))
 }
