@@ -66,7 +66,7 @@ func database(d *caddyfile.Dispenser) (int, error) {
 	}
 	n, err := strconv.ParseUint(value, 10, 16)
 	if err != nil {
-		return 0, d.Errf("invalid db '%s': should be the number of a database", value)
+		return 0, d.Errf("invalid db '%s': should be the number of a database, from 0 to 65535", value)
 	}
 	return int(n), nil
 }

@@ -29,10 +29,15 @@ const (
 	maxBlockSize = 64 << 10
 	minMaxBody   = 4 << 10
 	maxMaxBody   = 1 << 30
+	maxMinMatch  = 1 << 20 // few contexts are longer
+	minCache     = 256     // smaller ones count as this
+	maxCache     = 1 << 30
 	minIndexSize = 1 << 10
 	maxIndexSize = 1 << 30
 	minPoll      = caddy.Duration(100 * time.Millisecond)
+	maxPoll      = caddy.Duration(time.Hour) // of no use any more
 	minSnapshot  = caddy.Duration(time.Second)
+	maxSnapshot  = caddy.Duration(24 * time.Hour) // an older one is not read
 )
 
 // Config holds the options of the policy. All are optional.
@@ -58,7 +63,7 @@ type Config struct {
 	// Default is 8 MiB.
 	MaxBody int64 `json:"max_body,omitempty"`
 
-	// A match of fewer tokens is not worth following. Default is 64.
+	// A match of fewer tokens is not worth following, 1 to 1,048,576. Default is 64.
 	MinMatch int `json:"min_match,omitempty"`
 
 	// How much a token that must be computed anew weighs against a token that
@@ -207,22 +212,22 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid block_size '%d': should be from %d to %d bytes", c.BlockSize, minBlockSize, maxBlockSize)
 	case c.MaxBody < minMaxBody || c.MaxBody > maxMaxBody:
 		return fmt.Errorf("invalid max_body '%d': should be from %d to %d bytes", c.MaxBody, minMaxBody, maxMaxBody)
-	case c.MinMatch < 1:
-		return fmt.Errorf("invalid min_match '%d': should be at least 1 token", c.MinMatch)
+	case c.MinMatch < 1 || c.MinMatch > maxMinMatch:
+		return fmt.Errorf("invalid min_match '%d': should be from 1 to %d tokens", c.MinMatch, maxMinMatch)
 	case c.AffinityWeight != 0 && !(c.AffinityWeight >= 1 && c.AffinityWeight <= 100):
 		return fmt.Errorf("invalid affinity_weight '%g': should be from 1 to 100, or auto", c.AffinityWeight)
-	case c.ReplicaCache < 0:
-		return fmt.Errorf("invalid replica_cache '%d': should be a number of tokens, or auto", c.ReplicaCache)
+	case c.ReplicaCache != 0 && (c.ReplicaCache < minCache || c.ReplicaCache > maxCache):
+		return fmt.Errorf("invalid replica_cache '%d': should be from %d to %d tokens, or auto", c.ReplicaCache, minCache, maxCache)
 	case c.ORCA != "" && c.ORCA != "text" && c.ORCA != "json":
 		return fmt.Errorf("invalid orca '%s': should be text or json", c.ORCA)
-	case c.Poll != 0 && c.Poll < minPoll:
-		return fmt.Errorf("invalid poll '%s': should be at least %s", time.Duration(c.Poll), time.Duration(minPoll))
+	case c.Poll != 0 && (c.Poll < minPoll || c.Poll > maxPoll):
+		return fmt.Errorf("invalid poll '%s': should be from %s to %s", time.Duration(c.Poll), time.Duration(minPoll), time.Duration(maxPoll))
 	case !strings.HasPrefix(c.PollPath, "/"):
 		return fmt.Errorf("invalid poll_path '%s': should begin with a slash", c.PollPath)
 	case c.DrainTimeout < 0:
 		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
-	case c.Snapshot >= 0 && c.Snapshot < minSnapshot:
-		return fmt.Errorf("invalid snapshot '%s': should be at least %s, or off", time.Duration(c.Snapshot), time.Duration(minSnapshot))
+	case c.Snapshot >= 0 && (c.Snapshot < minSnapshot || c.Snapshot > maxSnapshot):
+		return fmt.Errorf("invalid snapshot '%s': should be from %s to %s, or off", time.Duration(c.Snapshot), time.Duration(minSnapshot), time.Duration(maxSnapshot))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
 		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)
 	}

@@ -22,7 +22,10 @@ import (
 // DefaultStreamPrefix begins the name of the stream in Redis.
 const DefaultStreamPrefix = "prefix_affinity"
 
-const redisPort = "6379"
+const (
+	redisPort = "6379"
+	maxDB     = 1<<16 - 1
+)
 
 // Sync says through what several Caddys share what each of them learns.
 type Sync struct {
@@ -66,8 +69,8 @@ func (s *Sync) validate() error {
 		return nil
 	case s.Redis == nil || len(s.Redis.Addresses) == 0:
 		return errors.New("invalid sync: should be redis with an address")
-	case s.Redis.DB < 0:
-		return fmt.Errorf("invalid db '%d': should be the number of a database", s.Redis.DB)
+	case s.Redis.DB < 0 || s.Redis.DB > maxDB:
+		return fmt.Errorf("invalid db '%d': should be the number of a database, from 0 to %d", s.Redis.DB, maxDB)
 	case s.Redis.DB > 0 && len(s.Redis.Addresses) > 1:
 		return fmt.Errorf("invalid db '%d': several addresses are a cluster, which has only 0", s.Redis.DB)
 	case s.Redis.Username != "" && s.Redis.Password == "":
