@@ -549,6 +549,44 @@ func TestPoll(t *testing.T) {
 	})
 }
 
+// An upstream has one cache, whichever policies have the upstream.
+func TestOneCacheOfManyPolicies(t *testing.T) {
+	config := fast
+	config.CapacityTokens = 40_000
+	fleet := harness.TestFleet(t, 3, config)
+	first, second, third := fleet[0].Addr(), fleet[1].Addr(), fleet[2].Addr()
+	two := func(upstreams, proxy, others, other string) string {
+		return "handle /embeddings {\n\t" + proxyTo(upstreams, proxy) + "\n\t}\n\thandle {\n\t" + proxyTo(others, other) + "\n\t}"
+	}
+	s := newSiteOf(t, two(first+" "+second, policy("replica_cache 5000"), second+" "+third, policy("replica_cache 5000")))
+	for _, test := range []struct{ name, directives, want string }{
+		{"different/shared upstream", two(first+" "+second, policy("replica_cache 5000"), second+" "+third, policy("replica_cache 9000")),
+			"replica_cache of '" + second + "' is 9000 here and 5000 in reverse_proxy " + first + " " + second + ": it is one cache, so they should be the same, or one left out, in reverse_proxy " + second + " " + third},
+		{"different/no shared upstream", two(first, policy("replica_cache 5000"), second, policy("replica_cache 9000")), ""},
+		{"different/auto", two(first, policy("replica_cache 5000"), first, policy("replica_cache auto")), ""},
+		{"different/after a reload", two(first, policy("replica_cache 9000"), first, policy("replica_cache 9000")), ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			err := s.Reload(s.file(test.directives))
+			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %v, want %q", err, test.want)
+			}
+		})
+	}
+	t.Run("polled/by another policy", func(t *testing.T) {
+		s.reloadTo(t, two(first, policy("poll 100ms"), first, policy("replica_cache 9000")))
+		s.post(t, "/embeddings", `{"input":"x"}`) // begins polling
+		s.ask(t, chat(false, words("asked", 4000)))
+		eventually(t, "a poll", func() bool { return s.upstreams(t, first)[0].Engine != nil })
+		for range 5 {
+			time.Sleep(100 * time.Millisecond)
+			if got := s.upstreams(t, first)[0].CacheCapacityTokens; got < 8500 || got > 9500 {
+				t.Errorf("%d tokens, want the 9,000 that are configured", got)
+			}
+		}
+	})
+}
+
 // What is polled in vain is told at the first answer that says so, once until it
 // is otherwise; what may pass is tried some more.
 func TestPollInVain(t *testing.T) {

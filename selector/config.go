@@ -73,8 +73,10 @@ type Config struct {
 
 	// How many tokens the KV cache of one replica holds. By default it is
 	// learned from the cached tokens that the engines report; set it (within
-	// some 10 %) where they report none. Where it is taken away it counts for
-	// another minute.
+	// some 10 %) where they report none, 256 to 1,073,741,824. It counts in all
+	// policies that have the upstream, instead of what poll finds: those that set it
+	// should agree, which is checked unless upstreams are dynamic. Where it is taken
+	// away it counts for another minute.
 	ReplicaCache int `json:"replica_cache,omitempty"`
 
 	// How often to read the engines' own metrics in Prometheus format: their

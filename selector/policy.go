@@ -31,6 +31,7 @@ import (
 // Policy is a provisioned configuration.
 type Policy struct {
 	config   Config
+	within   any // the configuration that it belongs to: its registry
 	rule     affinity.Rule
 	together affinity.Rule         // while other gateways tell what they do
 	syncing  *share.Share          // nil: off
@@ -57,7 +58,7 @@ func Provision(ctx caddy.Context, config *Config) (*Policy, error) {
 }
 
 func provision(ctx caddy.Context, config *Config) (*Policy, error) {
-	p := &Policy{config: config.withDefaults(), logger: ctx.Logger()}
+	p := &Policy{config: config.withDefaults(), within: ctx.GetMetricsRegistry(), logger: ctx.Logger()}
 	p.rule = affinity.Rule{
 		MinMatchTokens: p.config.MinMatch,
 		Alpha:          p.config.AffinityWeight,
@@ -93,7 +94,7 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	if p.observer, err = observe(ctx, p); err != nil {
 		return nil, err
 	}
-	if err := p.checkDrain(); err != nil {
+	if err := errors.Join(p.checkDrain(), p.checkCache()); err != nil {
 		return nil, errors.Join(err, p.observer.cleanup())
 	}
 	p.learned, err = loadLearned(p.config)
@@ -114,6 +115,26 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	}
 	p.enlist()
 	return p, nil
+}
+
+// checkCache fails where another policy of the configuration says otherwise how
+// much an upstream of both holds: what is known of an upstream is known to all.
+func (p *Policy) checkCache() error {
+	if p.config.ReplicaCache == 0 {
+		return nil
+	}
+	for _, other := range livePolicies() {
+		if other.within != p.within || other.config.ReplicaCache == 0 || other.config.ReplicaCache == p.config.ReplicaCache {
+			continue
+		}
+		for _, upstream := range p.observer.dials() {
+			if slices.Contains(other.observer.dials(), upstream) {
+				return fmt.Errorf("replica_cache of '%s' is %d here and %d in %s: it is one cache, so they should be the same, or one left out",
+					upstream, p.config.ReplicaCache, other.config.ReplicaCache, describe(other.observer.handler))
+			}
+		}
+	}
+	return nil
 }
 
 func (p *Policy) loadFallback(ctx caddy.Context, config *Config) error {
@@ -239,6 +260,16 @@ type resolved struct {
 	replicas  []*affinity.Replica
 	series    []atomic.Pointer[upstreamSeries] // of those that were chosen
 	forgotten uint32                           // by the fleet, and so by the metrics, when it was looked up
+}
+
+// routesTo reports whether an upstream is one of the policy's, by its
+// configuration or at its last request.
+func (p *Policy) routesTo(upstream string) bool {
+	if slices.Contains(p.observer.dials(), upstream) {
+		return true
+	}
+	last := p.last.Load()
+	return last != nil && slices.ContainsFunc(last.pool, func(up *reverseproxy.Upstream) bool { return up.String() == upstream })
 }
 
 // seriesOf returns the series of an upstream.

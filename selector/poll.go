@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -186,13 +187,21 @@ func (o *poller) tell(upstream string, said signal.EngineMetrics) {
 	if said.QueueDepth >= 0 {
 		replica.ReportLoad(time.Now(), said.QueueDepth)
 	}
-	if said.CapacityTokens > 0 && o.policy.config.ReplicaCache == 0 {
+	if said.CapacityTokens > 0 && !cacheConfigured(upstream) {
 		replica.ReportCapacity(int(said.CapacityTokens))
 	}
 	if before != nil && restarted(*before, said) {
 		replica.Restarted()
 		o.policy.logger.Info("upstream has restarted: what it held is forgotten", zap.String("upstream", upstream))
 	}
+}
+
+// cacheConfigured reports whether a policy says how much the upstream holds: that
+// counts for all.
+func cacheConfigured(upstream string) bool {
+	return slices.ContainsFunc(livePolicies(), func(p *Policy) bool {
+		return p.config.ReplicaCache > 0 && p.routesTo(upstream)
+	})
 }
 
 // restarted compares two polls of an engine. Engines of several processes tell no
