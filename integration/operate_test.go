@@ -311,6 +311,52 @@ func TestDrain(t *testing.T) {
 	}
 }
 
+// Who drains everything is told what it means, and what it means is that it has no
+// effect.
+func TestDrainOfAll(t *testing.T) {
+	fleet := harness.TestFleet(t, 2, fast)
+	first, second := fleet[0].Addr(), fleet[1].Addr()
+	s := newSite(t, fleet.Upstreams(), policy())
+	var drained struct{}
+	warnings := 0
+	for _, test := range []struct {
+		name    string
+		api     string // drained before
+		options []string
+		warns   bool
+	}{
+		{"config/none", "", nil, false},
+		{"config/one", "", []string{"drain " + first}, false},
+		{"config/all", "", []string{"drain " + first + " " + second}, true},
+		{"config/all, long ago", "", []string{"drain " + first + " " + second, "drain_timeout 1ns"}, true},
+		{"config/and the rest by the API", second, []string{"drain " + first}, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if test.api != "" {
+				s.reload(t, fleet.Upstreams(), policy())
+				if status := s.admin(t, http.MethodPost, "drain?upstream="+test.api, "", &drained); status != http.StatusOK {
+					t.Fatalf("status %d", status)
+				}
+			}
+			s.reload(t, fleet.Upstreams(), policy(test.options...))
+			if test.warns {
+				warnings++
+			}
+			log, err := s.Log()
+			if n := strings.Count(log, "all upstreams are drained, so they get new prefixes all the same"); err != nil || n != warnings {
+				t.Errorf("%v, %d warnings, want %d", err, n, warnings)
+			}
+			before := fleet[0].Stats().Requests
+			for i := range 20 {
+				s.ask(t, chat(false, words(fmt.Sprintf("%s %d", test.name, i), 2000)))
+			}
+			if served := fleet[0].Stats().Requests > before; served != (test.warns || test.options == nil) {
+				t.Errorf("the first has new prefixes: %t", served)
+			}
+		})
+	}
+}
+
 // A mistake that shows only when a configuration is loaded, where no line of a
 // Caddyfile is known, names the reverse_proxy that it is in.
 func TestLoadErrors(t *testing.T) {

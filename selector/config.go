@@ -137,8 +137,9 @@ type Config struct {
 	IndexSize int `json:"index_size,omitempty"`
 
 	// Upstreams, by address as host:port, that get no new prefixes: conversations
-	// that they hold stay until they end or drain_timeout has passed. For draining without
-	// a change of the configuration use the admin API.
+	// that they hold stay until they end or drain_timeout has passed. Where no other
+	// upstream is available they get everything all the same. For draining without a
+	// change of the configuration use the admin API.
 	Drain []string `json:"drain,omitempty"`
 
 	// How long conversations may stay on an upstream that drains. Default is 30m.

@@ -9,7 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
 )
 
 // drains are the upstreams that get no new prefixes, and since when. One that
@@ -93,11 +93,21 @@ func (p *Policy) drain(now time.Time) {
 
 // draining returns since when an upstream drains, by the configuration or the
 // admin API; false if it doesn't.
-func (p *Policy) draining(up *reverseproxy.Upstream) (since time.Time, drains bool) {
-	if since, drains = p.drains.of(up.String()); drains {
+func (p *Policy) draining(upstream string) (since time.Time, drains bool) {
+	if since, drains = p.drains.of(upstream); drains {
 		return since, drains
 	}
-	return p.learned.drained.of(up.String())
+	return p.learned.drained.of(upstream)
+}
+
+// warnDrained tells whoever drains all upstreams that it keeps nothing away.
+func (p *Policy) warnDrained() {
+	dials := p.observer.dials()
+	if len(dials) == 0 || slices.ContainsFunc(dials, func(upstream string) bool { _, drains := p.draining(upstream); return !drains }) {
+		return
+	}
+	p.logger.Warn("all upstreams are drained, so they get new prefixes all the same: there is no other for them to go to",
+		zap.Strings("upstreams", dials))
 }
 
 // drainsAny reports whether any upstream drains at all.

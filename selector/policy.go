@@ -110,6 +110,7 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 		return nil, errors.Join(err, p.learned.release(), p.observer.cleanup())
 	}
 	p.drain(time.Now())
+	p.warnDrained()
 	if p.config.Poll > 0 && p.observer != nil {
 		p.poller = newPoller(p)
 	}

@@ -323,7 +323,7 @@ func (q *request) stateOf(up *reverseproxy.Upstream, now time.Time) affinity.Sta
 	if slices.Contains(q.failed, up.String()) {
 		return affinity.Failed
 	}
-	since, drained := q.policy.draining(up)
+	since, drained := q.policy.draining(up.String())
 	switch {
 	case !drained:
 		return affinity.Available
