@@ -34,6 +34,9 @@ func init() {
 //	POST /prefix_affinity/undrain?upstream=<address>
 //	POST /prefix_affinity/forget?upstream=<address>
 //
+// What is forgotten is what an upstream holds. The size of its cache and its speed
+// stay.
+//
 // A lookup where the policy has a scope takes the tenant from the Authorization
 // header: Caddy logs the requests of its admin endpoint, but not what stands
 // there.

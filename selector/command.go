@@ -47,7 +47,8 @@ drain keeps new prefixes away from an upstream; conversations that it holds stay
 until they end or the policy's drain_timeout has passed. undrain ends that.
 
 forget drops everything that an upstream is believed to hold, as after a restart
-of the engine.`,
+of the engine. The size of its cache and its speed, which a restart doesn't
+change, stay as they were learned: if they are others now, its answers show it.`,
 		CobraFunc: func(root *cobra.Command) {
 			flags := root.PersistentFlags()
 			flags.StringP("config", "c", "", "Configuration file to use to parse the admin address, if --address is not used")

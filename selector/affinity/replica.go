@@ -178,7 +178,8 @@ func (r *Replica) lost(nth uint32) {
 	r.order.clear(nth)
 }
 
-// Forget drops everything that is believed to be cached at the replica.
+// Forget drops everything that is believed to be cached at the replica. Its
+// capacity and speed stay: reports correct them, if it is another machine now.
 func (r *Replica) Forget() {
 	r.mu.Lock()
 	defer r.mu.Unlock()

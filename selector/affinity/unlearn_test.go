@@ -89,6 +89,22 @@ func TestSmallCacheIsUnlearned(t *testing.T) {
 	}
 }
 
+// To forget what a replica holds is not to forget how much it can.
+func TestForgetKeepsTheCapacity(t *testing.T) {
+	x := newFixture(1)
+	x.serve(keyOf(series(1, 6)...))
+	r := x.cands[0].Replica
+	r.ReportCapacity(5000)
+	before := x.fleet.Snapshot(x.now)[0]
+	if before.CapacityTokens == 0 || before.Blocks == 0 {
+		t.Fatalf("nothing was learned: %+v", before)
+	}
+	r.Forget()
+	if after := x.fleet.Snapshot(x.now)[0]; after.Blocks != 0 || after.CapacityTokens != before.CapacityTokens || after.Generation != before.Generation {
+		t.Errorf("%+v, before %+v", after, before)
+	}
+}
+
 // A capacity that was told counts for as long as somebody tells it.
 func TestCapacityThatNobodyTellsAnyMore(t *testing.T) {
 	for _, test := range []struct {
