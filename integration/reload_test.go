@@ -142,6 +142,47 @@ func TestWhatAReloadKeeps(t *testing.T) {
 	}
 }
 
+// A lower index_size acts at the reload, the largest of all policies counts, and
+// what fits is kept.
+func TestLowerIndexSize(t *testing.T) {
+	up := newScripted(t, yes)
+	two := func(first, second string) string {
+		return "handle /a {\n\t" + proxyTo(up.addr(), policy(first)) + "\n\t}\n\thandle {\n\t" + proxyTo(up.addr(), policy(second)) + "\n\t}"
+	}
+	s := newSiteOf(t, two("index_size 8192", "index_size 2048"))
+	prompt := func(i int) string { return chat(false, words(fmt.Sprintf("prompt %d", i), 16_000)) } // 63 blocks
+	for i := range 80 {
+		s.ask(t, prompt(i))
+	}
+	blocks := func() int { return s.upstreams(t, up.addr())[0].IndexBlocks }
+	for _, test := range []struct {
+		first, second string
+		least, most   int
+	}{
+		{"index_size 8192", "index_size 1024", 4096, 8192},
+		{"index_size 2048", "index_size 4096", 3900, 4096},
+		{"index_size 2048", "index_size 1024", 1900, 2048},
+		{"index_size 8192", "index_size 8192", 1900, 2048},
+	} {
+		s.reloadTo(t, two(test.first, test.second))
+		if n := blocks(); n < test.least || n > test.most {
+			t.Errorf("%s and %s: %d blocks", test.first, test.second, n)
+		}
+		if d := s.ask(t, prompt(79)); d.reason != "affinity" {
+			t.Errorf("%s and %s: the latest prompt is %s", test.first, test.second, d.reason)
+		}
+	}
+	if err := s.Reload(s.file(two("index_size 1024", "block_size 1"))); err == nil {
+		t.Error("a wrong configuration was loaded")
+	}
+	if err := s.Reload(s.file(two("index_size 1024", "seed {env.PREFIX_AFFINITY_NOT_SET}"))); err == nil {
+		t.Error("a wrong configuration was loaded")
+	}
+	if n := blocks(); n < 1900 {
+		t.Errorf("%d blocks after configurations that failed", n)
+	}
+}
+
 // Changing to another policy and back loses no request, though what was learned
 // is forgotten where nothing uses it.
 func TestAnotherPolicyAndBack(t *testing.T) {

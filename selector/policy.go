@@ -170,6 +170,7 @@ func (p *Policy) Cleanup() error {
 	p.retire()
 	if p.learned.fleet != nil { // else Provision failed
 		p.learned.fleet.Recall(time.Now())
+		lowerBound(p.learned.fleet)
 	}
 	p.endDrain()
 	if p.poller != nil {
@@ -177,6 +178,20 @@ func (p *Policy) Cleanup() error {
 	}
 	p.learned.keeper.leave(p)
 	return errors.Join(p.learned.release(), p.observer.cleanup())
+}
+
+// lowerBound lets the memory bound follow the policies that are left.
+func lowerBound(fleet *affinity.Fleet) {
+	left, most := livePolicies(), 0
+	for _, p := range left {
+		most = max(most, p.config.IndexSize)
+	}
+	if most == 0 || !fleet.Lower(most) {
+		return
+	}
+	for _, p := range left {
+		p.learned.index.Trim()
+	}
 }
 
 // Select returns an available host, if any.

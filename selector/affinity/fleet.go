@@ -69,6 +69,21 @@ func (f *Fleet) Find(addr string) *Replica { return (*f.replicas.Load())[addr] }
 // limit is each replica's share of the bound, in blocks.
 func (f *Fleet) limit() int { return int(f.bound.Load()) / max(len(*f.replicas.Load()), 1) }
 
+// Lower lowers the bound of what all indexes of the fleet hold together to
+// maxBlocks blocks, if it is more, and reports whether it was: the indexes should
+// be trimmed then.
+func (f *Fleet) Lower(maxBlocks int) bool {
+	for {
+		old := f.bound.Load()
+		if int64(maxBlocks) >= old {
+			return false
+		}
+		if f.bound.CompareAndSwap(old, int64(maxBlocks)) {
+			return true
+		}
+	}
+}
+
 // Snapshot returns what is known of all replicas, by address.
 func (f *Fleet) Snapshot(now time.Time) []ReplicaState {
 	all := *f.replicas.Load()

@@ -49,6 +49,13 @@ func (x *Index) Require(maxBlocks int) {
 	}
 }
 
+// Trim drops what is beyond the bound, where that was lowered.
+func (x *Index) Trim() {
+	x.grow.Lock()
+	defer x.grow.Unlock()
+	x.trim()
+}
+
 // table returns a replica's part of the index.
 func (x *Index) table(r *Replica) *table {
 	if t := (*x.tables.Load())[r]; t != nil {
@@ -71,7 +78,7 @@ func (x *Index) table(r *Replica) *table {
 }
 
 // trim takes the replicas that hold more than their share back to it, now that
-// there is one more: whoever gets requests does that himself, but replicas that
+// it is less, as with one more of them: whoever gets requests does that himself, but replicas that
 // have left get none. Memory is given back a quarter at a time, so that many that
 // come one after the other don't have everything rebuilt each time. x.grow is held.
 func (x *Index) trim() {

@@ -55,6 +55,44 @@ func TestIndexSize(t *testing.T) {
 			t.Errorf("the busiest holds %d blocks", n)
 		}
 	})
+	t.Run("lowered", func(t *testing.T) {
+		x := small(8)
+		for c := range 2000 {
+			at(x, c%8, keyOf(series(c, 1+c%40)...))
+		}
+		for _, lower := range []int{bound + 1, bound} {
+			if x.fleet.Lower(lower) {
+				t.Errorf("%d is not lower than %d", lower, bound)
+			}
+		}
+		if !x.fleet.Lower(bound / 4) {
+			t.Error("not lowered")
+		}
+		x.index.Trim()
+		if n := stored(x); n > bound/4 || n < bound/4*9/10-8*40 {
+			t.Errorf("%d blocks of %d", n, bound/4)
+		}
+		entries := 0
+		for _, table := range *x.index.tables.Load() {
+			var last *segment
+			for _, s := range table.dir {
+				if s != last {
+					entries += len(s.entries)
+				}
+				last = s
+			}
+		}
+		if entries > bound+smallSegment*8 {
+			t.Errorf("%d entries for %d blocks: the memory is not given back", entries, bound/4)
+		}
+		x.index.Require(bound)
+		for c := range 2000 {
+			at(x, c%8, keyOf(series(c, 1+c%40)...))
+		}
+		if n := stored(x); n > bound || n < bound*9/10 {
+			t.Errorf("%d blocks of %d", n, bound)
+		}
+	})
 	t.Run("replicas come", func(t *testing.T) {
 		x := small(1)
 		for n := 2; n <= 16; n++ {
