@@ -270,22 +270,19 @@ func (o *order) precede(older *order, reserved []bool) bool {
 	return true
 }
 
-// base returns the distance at which a run's first byte stands for a request
-// that comes now. near is the one to route by: waiting requests count as less
-// recent than what runs and what is done. far is the one that the engine's own
-// report speaks of: what waits is let in before us.
-func (o *order) base(r *run) (near, far int64) {
+// base returns the distance at which a run's first byte will stand when a request
+// that comes now is let in: after all that wait, which push out what they don't
+// share with it, whenever they were sent.
+func (o *order) base(r *run) int64 {
 	switch r.phase {
 	case waiting:
-		near = o.wait - o.upTo(r.pos).wait
-		far = near
+		return o.wait - o.upTo(r.pos).wait
 	case done:
 		w := o.upTo(r.pos)
-		near = o.running + o.used - w.used
-		far = near + w.wait
+		return o.running + o.used - w.used + w.wait
 	case free, running: // pinned: it is at no distance
 	}
-	return near, far
+	return 0
 }
 
 // oldest returns the done run that was used least recently and that keep does
@@ -350,9 +347,7 @@ func (o *order) forgetBeyond(limit int64) {
 		if slot == 0 {
 			return
 		}
-		r := &o.runs[slot]
-		near, _ := o.base(r)
-		if near-(o.wait-o.upTo(r.pos).wait) <= limit {
+		if o.base(&o.runs[slot])-o.wait <= limit {
 			return
 		}
 		o.release(slot)

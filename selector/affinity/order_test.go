@@ -84,37 +84,33 @@ func (n *naive) owned(r *naiveRun) (bytes int64) {
 	return bytes
 }
 
-// distances returns near and far of every leading known block.
-func (n *naive) distances(chain []prefixhash.Block) (near, far []int64) {
+// distances returns the distance of every leading known block.
+func (n *naive) distances(chain []prefixhash.Block) (far []int64) {
 	var last *naiveRun
-	var d, e int64
+	var d int64
 	for _, b := range chain {
 		r := n.owner[b.Hash]
 		if r == nil {
 			break
 		}
 		if r != last {
-			last, d, e = r, 0, 0
+			last, d = r, 0
 			for _, other := range n.runs {
 				if other == r {
 					continue
 				}
-				bytes := n.owned(other)
 				switch {
-				case r.phase == waiting && other.phase == waiting && other.tick > r.tick:
-					d, e = d+bytes, e+bytes
-				case r.phase == done && other.phase == running,
+				case r.phase == waiting && other.phase == waiting && other.tick > r.tick,
+					r.phase == done && other.phase != done,
 					r.phase == done && other.tick > r.tick:
-					d, e = d+bytes, e+bytes
-				case r.phase == done && other.phase == waiting:
-					e += bytes
+					d += n.owned(other)
 				}
 			}
 		}
-		d, e = d+testBlock, e+testBlock
-		near, far = append(near, d), append(far, e)
+		d += testBlock
+		far = append(far, d)
 	}
-	return near, far
+	return far
 }
 
 func TestDistances(t *testing.T) {
@@ -131,15 +127,15 @@ func TestDistances(t *testing.T) {
 		var live []pair
 		for step, chain := range chains {
 			spans := table.spans(nil, &r.order, chain, rng.IntN(8))
-			near, far := model.distances(chain)
-			if known(spans) != len(near) {
-				t.Fatalf("seed %d step %d: %d blocks known, want %d", seed, step, known(spans), len(near))
+			far := model.distances(chain)
+			if known(spans) != len(far) {
+				t.Fatalf("seed %d step %d: %d blocks known, want %d", seed, step, known(spans), len(far))
 			}
 			for _, s := range spans {
 				for i := s.from; i < s.to; i++ {
 					end := int64(chain[i].End)
-					if s.near+end != near[i] || s.far+end != far[i] {
-						t.Fatalf("seed %d step %d block %d: at %d/%d, want %d/%d", seed, step, i, s.near+end, s.far+end, near[i], far[i])
+					if s.far+end != far[i] {
+						t.Fatalf("seed %d step %d block %d: at %d, want %d", seed, step, i, s.far+end, far[i])
 					}
 				}
 			}

@@ -9,9 +9,9 @@ import (
 
 // A span is a stretch of a prompt's chain that one run owns.
 type span struct {
-	slot      uint32
-	from, to  int   // blocks [from, to) of the chain
-	near, far int64 // the distance of prompt byte b is near + b; see order.base
+	slot     uint32
+	from, to int   // blocks [from, to) of the chain
+	far      int64 // the distance of prompt byte b is far + b; see order.base
 }
 
 // leading counts the blocks at the start of a chain that are live, by bisection.
@@ -67,8 +67,7 @@ again:
 	slices.Reverse(buf)
 	for i := range buf {
 		r := &o.runs[buf[i].slot]
-		near, far := o.base(r)
-		buf[i].near, buf[i].far = near-int64(r.start), far-int64(r.start)
+		buf[i].far = o.base(r) - int64(r.start)
 	}
 	return buf
 }
@@ -77,7 +76,7 @@ again:
 // still holds: the hard edge.
 func match(spans []span, chain []prefixhash.Block, capacity int64) (blocks int) {
 	for _, s := range spans {
-		held := capacity - s.near
+		held := capacity - s.far
 		if int64(chain[s.to-1].End) <= held {
 			blocks = s.to
 			continue

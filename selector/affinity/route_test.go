@@ -650,6 +650,34 @@ func TestQueueDepth(t *testing.T) {
 	}
 }
 
+// What waits before a prompt pushes out what its replica holds of it.
+func TestQueueEvicts(t *testing.T) {
+	x := newFixture(1)
+	x.rule.CapacityTokens = 10_000
+	r := x.cands[0].Replica
+	conversation := keyOf(series(0, 32)...) // 2,048 tokens
+	route := func(id, blocks int) { x.route(keyOf(series(id, blocks)...)) }
+
+	route(1, 100) // waits, and leaves room for the conversation
+	x.serve(conversation)
+	if c, a := x.route(conversation); c.MatchedTokens != 2048 {
+		t.Errorf("behind 6,400 tokens, %d of the conversation's 2,048 are held", c.MatchedTokens)
+	} else {
+		a.Finish(x.now, Rejected, 0)
+	}
+	route(2, 100)
+	x.serve(conversation)
+	before := r.Snapshot(x.now).PendingPrefillTokens
+	c, a := x.route(conversation)
+	if c.MatchedTokens != 0 || c.Reason != Cold {
+		t.Errorf("behind 12,800 tokens in a cache of 10,000, %d are held (%v)", c.MatchedTokens, c.Reason)
+	}
+	if work := r.Snapshot(x.now).PendingPrefillTokens - before; work != 2048 {
+		t.Errorf("it counts as %v tokens of work, not 2,048", work)
+	}
+	a.Finish(x.now, Rejected, 0)
+}
+
 func TestCapacity(t *testing.T) {
 	// A cache of 40 prompts that are asked for again and again in one order:
 	// what is asked again after fewer is a hit, after more a miss.
