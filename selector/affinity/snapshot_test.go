@@ -226,6 +226,7 @@ func (x *fixture) converse(talks []*talk, stop *atomic.Bool, said func(n int, ke
 				a.FirstOutput(x.now)
 				a.Finish(x.now, Served, 0)
 				said(n, key)
+				time.Sleep(10 * time.Microsecond) // a replica where too much changes is left out: see changesMost
 			}
 		})
 	}
