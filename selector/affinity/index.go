@@ -116,6 +116,7 @@ func (x *Index) change(r *Replica, t *table) {
 type scratch struct {
 	views []view // empty where nothing but the load decides
 	spans []span
+	guess int // how many blocks of a prompt a replica is likely to hold
 }
 
 // matched returns how many prompt bytes a candidate is believed to hold.
@@ -299,7 +300,6 @@ func (x *Index) look(now time.Time, s *scratch, chain []prefixhash.Block, cands 
 		x.grow.Unlock()
 	}
 	s.views = s.views[:0]
-	guess := 0
 	for i := range cands {
 		r := cands[i].Replica
 		s.views = append(s.views, view{r: r})
@@ -308,9 +308,9 @@ func (x *Index) look(now time.Time, s *scratch, chain []prefixhash.Block, cands 
 		}
 		v := &s.views[i]
 		v.table = x.table(r)
-		s.look(now, v, chain, rule, guess)
-		if v.blocks > 1 {
-			guess = v.blocks // replicas often hold the same system prompt
+		s.look(now, v, chain, rule, s.guess)
+		if i == 0 || v.blocks < s.guess {
+			s.guess = v.blocks // many hold the same system prompt, few more of a conversation
 		}
 	}
 }

@@ -18,12 +18,9 @@ type span struct {
 // guess is a likely answer. Where an old prefix was dropped before what follows
 // it the answer is a guess too; spans checks it.
 func (t *table) leading(o *order, chain []prefixhash.Block, guess int) int {
-	if len(chain) == 0 || t.owner(o, chain[0]) == 0 {
-		return 0
-	}
-	least, most := 1, len(chain)
+	least, most := 0, len(chain)
 	live := func(n int) bool { return t.owner(o, chain[n-1]) != 0 }
-	if least < guess && guess <= most {
+	if 0 < guess && guess <= most {
 		switch {
 		case !live(guess):
 			most = guess - 1
@@ -32,6 +29,12 @@ func (t *table) leading(o *order, chain []prefixhash.Block, guess int) int {
 		default:
 			least = guess + 1
 		}
+	}
+	if least == 0 {
+		if most == 0 || !live(1) { // bisection would take long to find nothing
+			return 0
+		}
+		least = 1
 	}
 	for least < most {
 		if n := (least + most + 1) / 2; live(n) {
