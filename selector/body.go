@@ -24,6 +24,8 @@ type held struct {
 	taken atomic.Bool   // an attempt has begun to read the tail
 	cut   atomic.Bool   // the client failed to send it all
 	refs  atomic.Int32
+	lent  atomic.Bool // first is in use
+	first attemptBody // most requests need no other
 }
 
 // whole reports whether the entire body is held.
@@ -58,11 +60,11 @@ func (h *held) release() {
 	}
 }
 
-// hold reads from body until it ends, until limit bytes are read, or until
+// read reads from body until it ends, until limit bytes are read, or until
 // wanted says no to what has come so far. size is the announced length, -1 if
 // unknown; memory grows with what arrives, never with what is announced.
-func hold(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) *held {
-	h := &held{tail: body}
+func (h *held) read(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) {
+	h.tail = body
 	h.refs.Store(1)
 	h.page = newPage(firstPage(size, limit))
 	buf, n := h.page.buf, 0
@@ -98,7 +100,6 @@ func hold(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) *held
 		}
 	}
 	h.bytes = buf[:n]
-	return h
 }
 
 // attemptBody is a held body as one attempt sends it.
@@ -116,7 +117,11 @@ func (h *held) open() *attemptBody {
 	if h.taken.Load() || !h.retain() {
 		return nil
 	}
-	return &attemptBody{held: h}
+	if h.lent.Swap(true) {
+		return &attemptBody{held: h}
+	}
+	h.first.held = h
+	return &h.first
 }
 
 func (b *attemptBody) Read(p []byte) (int, error) {

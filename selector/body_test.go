@@ -17,6 +17,12 @@ import (
 
 func always([]byte) bool { return true }
 
+func hold(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) *held {
+	h := new(held)
+	h.read(body, size, limit, wanted)
+	return h
+}
+
 func text(n int) string { return strings.Repeat("0123456789abcdef", n/16+1)[:n] }
 
 func TestHoldReplaysEveryByte(t *testing.T) {

@@ -71,6 +71,10 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	if err := p.config.Complete(); err != nil {
 		return nil, err
 	}
+	p.config.SessionHeaders = slices.Clone(p.config.SessionHeaders)
+	for i, name := range p.config.SessionHeaders {
+		p.config.SessionHeaders[i] = http.CanonicalHeaderKey(name)
+	}
 	if err := p.loadFallback(ctx, config); err != nil {
 		return nil, err
 	}

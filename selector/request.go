@@ -59,8 +59,9 @@ type content struct {
 	scope  string // the request's tenant
 	key    prefixhash.Key
 	blocks *[]prefixhash.Block // the key's memory, pooled; nil: there is no key
-	held   *held
-	body   *attemptBody // the attempt's
+	held   *held               // mine, or that of a request before
+	body   *attemptBody        // the attempt's
+	mine   held                // what this one read
 }
 
 // shadowed is what a policy that is a shadow would have chosen.
@@ -142,7 +143,8 @@ func (q *request) watchEnd() {
 // readKey reads the body and makes the prompt's key.
 func (q *request) readKey() {
 	r, config := q.r, &q.policy.config
-	q.held = hold(r.Body, r.ContentLength, config.MaxBody, looksLikeJSON)
+	q.held = &q.mine
+	q.held.read(r.Body, r.ContentLength, config.MaxBody, looksLikeJSON)
 	if q.held.empty() && r.ContentLength != 0 {
 		q.inherit()
 	}
@@ -166,8 +168,8 @@ func (q *request) readKey() {
 		return
 	}
 	for _, name := range config.SessionHeaders {
-		if id := r.Header.Get(name); id != "" {
-			q.key.Session = hasher.ID(q.scope, id)
+		if ids := r.Header[name]; len(ids) > 0 && ids[0] != "" {
+			q.key.Session = hasher.ID(q.scope, ids[0])
 			break
 		}
 	}

@@ -33,7 +33,7 @@ var allParts = []part{
 	{"index: match", []string{project + "selector/affinity.(*Index).look"}},
 	{"index: insert", []string{project + "selector/affinity.(*Replica).send"}},
 	{"rule, accounts, learning", []string{project + "selector/affinity."}},
-	{"reading the body", []string{project + "selector.hold", "net/http.(*transferWriter).doBodyCopy", "golang.org/x/net/http2.(*clientStream).writeRequestBody"}},
+	{"reading the body", []string{project + "selector.(*held).read", "net/http.(*transferWriter).doBodyCopy", "golang.org/x/net/http2.(*clientStream).writeRequestBody"}},
 	{"watching the response", []string{project + "selector/signal."}},
 	{"the rest of the selection", []string{project + "selector.(*Policy).Select", project + "selector.(*request).", project + "selector.(*tappedBody).end", "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy.LeastConnSelection"}},
 	{"transport to the upstream", []string{"net/http.(*persistConn)", "net/http.(*Transport)"}},
