@@ -437,10 +437,10 @@ func (d *document) readString(p []byte) (n int, ended bool) {
 	return n, ended
 }
 
-// word is the string just read, or nil if it is long or spelled with escapes, as
-// no name or id of interest is.
+// word is the string just read, or nil if it is long, as no name or id of interest
+// is. Nor do these have escapes: spelled with some they are not known.
 func (d *document) word() []byte {
-	if d.textLen > maxID || bytes.IndexByte(d.text[:d.textLen], '\\') >= 0 {
+	if d.textLen > maxID {
 		return nil
 	}
 	return d.text[:d.textLen]
@@ -475,6 +475,9 @@ func (t *Tap) endString() {
 	}
 	if d.member == idMember {
 		t.idLen = copy(t.id[:], d.word())
+		if bytes.IndexByte(t.id[:t.idLen], '\\') >= 0 {
+			t.idLen = 0
+		}
 	}
 	d.next()
 }
