@@ -19,7 +19,7 @@ const (
 // notices tell the operator once what keeps a policy from working well: once for
 // each configuration, so that a mistake made again is told again.
 type notices struct {
-	lastKeyed atomic.Int64 // Unix nanoseconds; of the first body before any was keyed
+	since     atomic.Int64 // Unix nanoseconds, of the first body without a prompt after those with; 0: none
 	unkeyed   atomic.Int64 // bodies since then
 	told      atomic.Bool
 	scopeTold atomic.Bool
@@ -37,8 +37,10 @@ func (n *notices) scope(logger *zap.Logger, scope string) {
 // a minute.
 func (n *notices) body(logger *zap.Logger, cause string, clock func() time.Time) {
 	if cause == keyed {
-		n.lastKeyed.Store(clock().UnixNano())
-		n.unkeyed.Store(0)
+		if n.since.Load() != 0 { // most requests come here, and write nothing
+			n.since.Store(0)
+			n.unkeyed.Store(0)
+		}
 		return
 	}
 	switch cause {
@@ -46,8 +48,12 @@ func (n *notices) body(logger *zap.Logger, cause string, clock func() time.Time)
 		return // never meant to have one
 	}
 	now := clock().UnixNano()
-	n.lastKeyed.CompareAndSwap(0, now)
-	if n.unkeyed.Add(1) < unkeyedLeast || now-n.lastKeyed.Load() < int64(unkeyedTime) || n.told.Swap(true) {
+	since := n.since.Load()
+	if since == 0 {
+		since = now
+		n.since.Store(now)
+	}
+	if n.unkeyed.Add(1) < unkeyedLeast || now-since < int64(unkeyedTime) || n.told.Swap(true) {
 		return
 	}
 	logger.Warn("no request body has held a prompt for a minute, so all requests go to the fallback: "+

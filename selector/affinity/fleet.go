@@ -24,14 +24,14 @@ type Fleet struct {
 	replicas atomic.Pointer[map[string]*Replica]
 	bound    atomic.Int64  // of the blocks of all replicas
 	gone     atomic.Uint32 // counts sweeps that forgot something
-	blind    atomic.Int32  // attempts whose first output will not be seen
 
 	grow      sync.Mutex // serialises changes of replicas
 	serial    uint32
 	remembers atomic.Bool // what a snapshot kept
 
 	_     apart
-	mu    sync.Mutex // guards the load accounts and what follows
+	mu    sync.Mutex   // guards the load accounts and what follows
+	blind atomic.Int32 // attempts whose first output will not be seen; changes under mu
 	swept time.Time
 }
 
