@@ -407,6 +407,35 @@ func TestReportedQueue(t *testing.T) {
 	}
 }
 
+// Where nothing streams, the prefill speed comes from how long whole answers take.
+func TestSpeedOfWholeAnswers(t *testing.T) {
+	const rate = 100_000
+	fleet := harness.TestFleet(t, 2, engine.Config{PrefillRate: rate, InterToken: time.Millisecond})
+	s := newSite(t, fleet.Upstreams(), policy())
+	rng := rand.New(rand.NewPCG(5, 6))
+	var bodies []string
+	for i := range 160 {
+		body := chat(false, words(fmt.Sprintf("prompt %d", i), 2000+rng.IntN(16_000)))
+		bodies = append(bodies, strings.Replace(body, `"max_tokens":4`, fmt.Sprintf(`"max_tokens":%d`, 1+rng.IntN(40)), 1))
+	}
+	for _, body := range bodies[:40] {
+		s.ask(t, body)
+	}
+	for _, u := range s.upstreams(t, strings.Fields(fleet.Upstreams())...) {
+		if u.PrefillTokensPerSecond != 0 {
+			t.Errorf("%s: %v tokens/s from some 20 answers", u.Address, u.PrefillTokensPerSecond)
+		}
+	}
+	for _, body := range bodies[40:] {
+		s.ask(t, body)
+	}
+	for _, u := range s.upstreams(t, strings.Fields(fleet.Upstreams())...) {
+		if v := u.PrefillTokensPerSecond; v < rate/2 || v > rate*2 {
+			t.Errorf("%s: %v tokens/s, want %v", u.Address, v, rate)
+		}
+	}
+}
+
 // Nothing is held back: the upstream sends the next piece only when the client
 // has the last one.
 func TestStreamsAreNotHeldBack(t *testing.T) {

@@ -54,22 +54,23 @@ func (s *site) admin(t *testing.T, method, path, body string, to any) int {
 }
 
 type upstream struct {
-	Address              string         `json:"address"`
-	CountedSince         time.Time      `json:"counted_since"`
-	Requests             int            `json:"requests"`
-	Reasons              map[string]int `json:"reasons"`
-	PromptTokens         float64        `json:"prompt_tokens"`
-	MatchedTokens        float64        `json:"matched_tokens"`
-	CachedTokens         float64        `json:"cached_tokens"`
-	ReportedPromptTokens float64        `json:"reported_prompt_tokens"`
-	PendingRequests      int            `json:"pending_requests"`
-	IndexBlocks          int            `json:"index_blocks"`
-	QueueDepth           float64        `json:"queue_depth"`
-	TTFTHit              ttft           `json:"ttft_hit"`
-	TTFTMiss             ttft           `json:"ttft_miss"`
-	CacheCapacityTokens  int            `json:"cache_capacity_tokens"`
-	Generation           int            `json:"generation"`
-	Drain                *struct {
+	Address                string         `json:"address"`
+	CountedSince           time.Time      `json:"counted_since"`
+	Requests               int            `json:"requests"`
+	Reasons                map[string]int `json:"reasons"`
+	PromptTokens           float64        `json:"prompt_tokens"`
+	MatchedTokens          float64        `json:"matched_tokens"`
+	CachedTokens           float64        `json:"cached_tokens"`
+	ReportedPromptTokens   float64        `json:"reported_prompt_tokens"`
+	PendingRequests        int            `json:"pending_requests"`
+	IndexBlocks            int            `json:"index_blocks"`
+	QueueDepth             float64        `json:"queue_depth"`
+	PrefillTokensPerSecond float64        `json:"prefill_tokens_per_second"`
+	TTFTHit                ttft           `json:"ttft_hit"`
+	TTFTMiss               ttft           `json:"ttft_miss"`
+	CacheCapacityTokens    int            `json:"cache_capacity_tokens"`
+	Generation             int            `json:"generation"`
+	Drain                  *struct {
 		By    string `json:"by"`
 		Since string `json:"since"`
 	} `json:"drain"`

@@ -316,7 +316,7 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 		return
 	}
 	t.ended = true
-	usage := signal.Usage{PromptTokens: -1, CachedTokens: -1}
+	usage := signal.Usage{PromptTokens: -1, CachedTokens: -1, OutputTokens: -1}
 	if t.tap != nil {
 		if !t.known {
 			t.learnID() // a JSON body tells it at its end
@@ -341,7 +341,11 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 		t.series.cachedTokens.Add(float64(usage.CachedTokens))
 		t.series.reportedTokens.Add(float64(usage.PromptTokens))
 	}
-	t.attempt.Finish(time.Now(), outcome, 0)
+	now := time.Now()
+	if outcome == affinity.Served && usage.OutputTokens >= 0 {
+		t.attempt.Answered(now, usage.PromptTokens, usage.CachedTokens, usage.OutputTokens)
+	}
+	t.attempt.Finish(now, outcome, 0)
 	t.q.policy.learns()
 	if t.started && t.q.stop != nil {
 		t.q.stop()

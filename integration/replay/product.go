@@ -223,6 +223,9 @@ func (p *product) ended(s *sim, j *job) {
 			p.watch(j.replica.id, a, found, noticed)
 		}
 	}
+	if !p.streamed(j.traced) && chance(j.id, 6) < p.reports {
+		a.Answered(s.clock(), j.prompt, j.cached, j.output)
+	}
 	u := &p.suspects[j.replica.id]
 	for _, b := range j.blocks {
 		u.used[b] = u.tokens

@@ -77,6 +77,36 @@ func TestFailure(t *testing.T) {
 	}
 }
 
+// Where nothing streams, it is learned from whole answers that replicas are eight
+// times as fast as one is believed to be that nothing is known of, or that one of
+// them is eight times as slow as the others.
+func TestNothingStreams(t *testing.T) {
+	work := generate("unique", 1)
+	for name, c := range map[string]struct {
+		rate, slow, most float64 // most times the mean TTFT where first outputs are seen
+	}{
+		"all/fast": {64_000, 0, 1.5}, // 3.2 if it were not learned
+		"one/slow": {8000, 0.125, 2}, // 2.8
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := fleetOf(work, 8, 0.04)
+			s.rate, s.slow = c.rate, c.slow
+			s.speedup = pace(work, s, 0.8)
+			seen, err := measure(work, s, "prefix_affinity")
+			if err != nil {
+				t.Fatal(err)
+			}
+			unseen, err := measure(work, s, "prefix_affinity+streams=0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if unseen.mean > c.most*seen.mean {
+				t.Errorf("mean TTFT %.3f s, %.3f s where first outputs are seen", unseen.mean, seen.mean)
+			}
+		})
+	}
+}
+
 func TestCapacityIsFound(t *testing.T) {
 	work := small()
 	c := fleetOf(work, 2, 0.08)

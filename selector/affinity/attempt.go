@@ -177,11 +177,17 @@ func (a *Attempt) Report(promptTokens, cachedTokens int) (restarted bool) {
 	if promptTokens == 0 || cachedTokens < 0 {
 		return false
 	}
+	return a.report(a.cachedShare(promptTokens, cachedTokens))
+}
+
+// cachedShare returns the share of the prompt that was cached. Engines count tokens
+// unlike we do.
+func (a *Attempt) cachedShare(promptTokens, cachedTokens int) float64 {
 	of := float64(promptTokens)
 	if promptTokens < 0 {
 		of = a.prompt
 	}
-	return a.report(min(float64(cachedTokens)/of, 1))
+	return min(float64(cachedTokens)/of, 1)
 }
 
 // report takes in which share of the prompt the engine had cached.
@@ -201,6 +207,30 @@ func (a *Attempt) report(share float64) (restarted bool) {
 		a.note(Event{Kind: Reported, Share: share})
 	}
 	return restarted
+}
+
+// Answered takes in what the engine counted of an answer that came as a whole: what
+// Report takes in, but cachedTokens < 0 is not said, and the output tokens. Where
+// first outputs are not seen, this is how the prefill speed is learned.
+func (a *Attempt) Answered(now time.Time, promptTokens, cachedTokens, outputTokens int) {
+	r := a.replica
+	r.fleet.mu.Lock()
+	defer r.fleet.mu.Unlock()
+	g := r.group.Load()
+	if g == nil || g.speed.count >= speedCounts || !a.blind || !a.begun || a.ended || a.far {
+		return
+	}
+	uncached, output := a.uncached, float64(outputTokens)
+	if cachedTokens >= 0 && promptTokens != 0 {
+		uncached = max(a.prompt*(1-a.cachedShare(promptTokens, cachedTokens)), 1)
+	}
+	seconds := max(now.Sub(a.sent).Seconds(), speedMoment)
+	g.fit.take(uncached, output, seconds)
+	if g.fit.known {
+		due := g.fit.expected(uncached, output)
+		g.due.measure(due, seconds)
+		r.load.due.measure(due, seconds)
+	}
 }
 
 // Finish takes in how the attempt ended. A replica that refused it, or whose

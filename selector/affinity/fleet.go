@@ -162,6 +162,8 @@ func (f *Fleet) Forgotten() uint32 { return f.gone.Load() }
 // same models, so what one teaches says something of the others.
 type group struct {
 	speed speed   // of all of them; guarded by Fleet.mu
+	fit   fit     // of answers that came as a whole; Fleet.mu
+	due   speed   // of such answers: the seconds that they should have taken, and took; Fleet.mu
 	clock float64 // uncached tokens given to a replica, on average; Fleet.mu
 	mean  float64 // uncached tokens of a request lately; Fleet.mu
 	given float64 // requests that mean is over; Fleet.mu

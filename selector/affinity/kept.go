@@ -8,6 +8,7 @@ type keptReplica struct {
 	Group       int        `json:"group"`
 	IdleSeconds float64    `json:"idle_seconds"` // since a request went there
 	Speed       speedState `json:"speed"`
+	Due         speedState `json:"due"`
 	Filled      float64    `json:"filled"` // uncached tokens given lately
 	Votes       []binVotes `json:"votes"`
 	ToldBytes   int64      `json:"told_bytes"`  // capacity told from outside,
@@ -20,6 +21,8 @@ type keptReplica struct {
 // A keptGroup is what a snapshot keeps of a group.
 type keptGroup struct {
 	Speed speedState `json:"speed"`
+	Fit   fitState   `json:"fit"`
+	Due   speedState `json:"due"`
 	Mean  float64    `json:"mean"`  // uncached tokens of a request
 	Given float64    `json:"given"` // requests that mean is over
 	Votes []binVotes `json:"votes"`
@@ -70,7 +73,7 @@ func (f *Fleet) writeMemories(w *snapshotWriter, now time.Time) map[*Replica]int
 
 func (f *Fleet) stateOf(g *group) keptGroup {
 	f.mu.Lock()
-	s := keptGroup{Speed: g.speed.state(), Mean: g.mean, Given: g.given}
+	s := keptGroup{Speed: g.speed.state(), Fit: g.fit.fitState, Due: g.due.state(), Mean: g.mean, Given: g.given}
 	f.mu.Unlock()
 	g.mu.Lock()
 	s.Votes = g.vote.state()
@@ -84,7 +87,7 @@ func (r *Replica) memory(g *group, number int, now time.Time) keptReplica {
 	if l := &r.load; !l.used.IsZero() {
 		m.IdleSeconds = min(max(now.Sub(l.used), 0), forgetAfter).Seconds()
 	}
-	m.Speed, m.Filled = r.load.speed.state(), r.load.filled(g, r.limit())
+	m.Speed, m.Due, m.Filled = r.load.speed.state(), r.load.due.state(), r.load.filled(g, r.limit())
 	r.fleet.mu.Unlock()
 	r.mu.Lock()
 	m.Votes, m.ToldBytes, m.Cached = r.vote.state(), r.told, r.cached
@@ -120,6 +123,8 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 			joined[i] = g
 		}
 		g.speed.add(s.Speed)
+		g.fit.add(s.Fit)
+		g.due.add(s.Due)
 		if all := g.given + s.Given; all > 0 {
 			g.mean = (g.mean*g.given + s.Mean*s.Given) / all
 			g.given = min(all, meanOver)
@@ -150,6 +155,7 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 		l, g := &r.load, r.group.Load()
 		if g == joined[m.Group] { // else its fleet's speed may not be known
 			l.speed.add(m.Speed)
+			l.due.add(m.Due)
 		}
 		l.fill, l.filledAt = l.filled(g, r.limit())+m.Filled, g.clock
 		if l.used.IsZero() {
@@ -161,16 +167,27 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 
 // valid reports whether what is kept can be true.
 func (m *keptReplica) valid(groups int) bool {
-	return m.Address != "" && len(m.Address) <= addressMost && m.Group >= 0 && m.Group < groups && m.Speed.valid() && validVotes(m.Votes) &&
+	return m.Address != "" && len(m.Address) <= addressMost && m.Group >= 0 && m.Group < groups && m.Speed.valid() && m.Due.valid() && validVotes(m.Votes) &&
 		amount(m.Filled, m.ReachBytes, m.ToldAgo) && m.IdleSeconds >= 0 && m.IdleSeconds <= forgetAfter.Seconds() && m.ToldBytes >= 0 && m.ToldBytes < unlimited
 }
 
 func (s *keptGroup) valid() bool {
-	return s.Speed.valid() && amount(s.Mean, s.Given) && validVotes(s.Votes)
+	return s.Speed.valid() && s.Due.valid() && s.Fit.valid() && amount(s.Mean, s.Given) && validVotes(s.Votes)
 }
 
 func (s *speedState) valid() bool {
 	return amount(s.Tokens, s.Seconds, s.Count) && (s.Count > 0) == (s.Seconds > 0) && (s.Count > 0) == (s.Tokens > 0)
+}
+
+func (s *fitState) valid() bool {
+	for _, of := range append(s.Products[:], s.Sums, [3]float64{s.Count}) {
+		for _, v := range of {
+			if !(v >= 0 && v <= 1e30) { // squares of a million tokens in a moment
+				return false
+			}
+		}
+	}
+	return true
 }
 
 func (s *speed) state() speedState { return speedState{s.tokens, s.seconds, s.count} }

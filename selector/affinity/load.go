@@ -72,6 +72,7 @@ type load struct {
 	clear     bool    // since is a time seen, not a guess
 
 	turn   uint64              // when it last got a request without a key
+	due    speed               // see group.due
 	used   time.Time           // when it was last a candidate, but for usedWithin
 	firsts [broughtKept]uint64 // of the nth prompt brought, at n%broughtKept: the hash of its first block that was not there
 }
@@ -101,15 +102,27 @@ func (s *speed) rate() float64 {
 	return s.tokens / s.seconds
 }
 
-// pace is a replica's prefill speed as a multiple of its group's.
+// rate is the prefill speed of a group, in tokens a second.
+func (g *group) rate() float64 {
+	if g.speed.count < speedCounts && g.fit.rate > 0 {
+		return g.fit.rate
+	}
+	return g.speed.rate()
+}
+
+// pace is a replica's prefill speed as a multiple of its group's. Where first
+// outputs are not seen, it is by how long its answers take.
 func (l *load) pace(g *group) float64 {
-	s := &l.speed
+	s, all := &l.speed, &g.speed
+	if all.count < speedCounts {
+		s, all = &l.due, &g.due
+	}
 	if s.count < speedCounts {
 		return 1
 	}
-	prior := speedPrior / g.speed.count
-	own := (s.tokens + prior*g.speed.tokens) / (s.seconds + prior*g.speed.seconds)
-	p := own / g.speed.rate()
+	prior := speedPrior / all.count
+	own := (s.tokens + prior*all.tokens) / (s.seconds + prior*all.seconds)
+	p := own / all.rate()
 	if math.Abs(p-1) <= speedSame {
 		return 1
 	}
@@ -221,7 +234,7 @@ func (l *load) dequeue(a *Attempt) {
 // replica's speed, and adds them to passed.
 func (l *load) advance(g *group, now time.Time, passed []*Attempt) []*Attempt {
 	for l.first != nil && l.first.blind {
-		took := time.Duration(l.first.uncached / (g.speed.rate() * l.pace(g)) * float64(time.Second))
+		took := time.Duration(l.first.uncached / (g.rate() * l.pace(g)) * float64(time.Second))
 		if now.Sub(l.since) < took {
 			break
 		}

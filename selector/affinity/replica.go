@@ -47,7 +47,7 @@ type ReplicaState struct {
 	PromptTokens         float64 // of the requests in flight
 	QueueDepth           float64 // as the replica last reported
 	TokensPerSecond      float64 // prefill speed
-	SpeedMeasurements    float64 // that this rests on, old ones fading; 0: it is a guess
+	SpeedMeasurements    float64 // of this replica that this rests on, old ones fading; 0: it is a guess
 	CapacityTokens       int     // of its prefix cache; 0: no limit is known
 	Reports              float64 // of cached tokens that this rests on, old ones fading
 	Contradicted         float64 // share of these that speak against it; over 0.2: the model doesn't describe this engine
@@ -64,7 +64,10 @@ func (r *Replica) Snapshot(now time.Time) ReplicaState {
 	s.TokensPerSecond, s.SpeedMeasurements = speedDefault, l.speed.count
 	if g := r.group.Load(); g != nil {
 		s.Candidate = true
-		s.TokensPerSecond = g.speed.rate() * l.pace(g)
+		s.TokensPerSecond = g.rate() * l.pace(g)
+		if g.speed.count < speedCounts && g.fit.rate > 0 {
+			s.SpeedMeasurements = l.due.count
+		}
 		s.PendingPrefillTokens = l.pending(s.TokensPerSecond, now)
 	}
 	r.fleet.mu.Unlock()

@@ -75,7 +75,7 @@ type view struct {
 // the results and what each constant does.
 func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, chain []prefixhash.Block, now time.Time) {
 	waiting, n := 0.0, 0.0
-	rate := g.speed.rate()
+	rate := g.rate()
 	for i := range views {
 		if v := &views[i]; v.usable {
 			l := &v.r.load

@@ -13,7 +13,7 @@ type body struct {
 	id     string
 }
 
-var unsaid = Usage{PromptTokens: -1, CachedTokens: -1}
+var unsaid = Usage{PromptTokens: -1, CachedTokens: -1, OutputTokens: -1}
 
 // forged is an answer in which a model writes whatever a tap looks for.
 const forged = `"},"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":5}},"type":"ping","error":1,` +
@@ -32,17 +32,17 @@ var bodies = []body{
 	{
 		name: "vllm/chat", format: JSON,
 		text:  `{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{"role":"assistant","reasoning_content":null,"content":"Hi","tool_calls":[]},"logprobs":null,"finish_reason":"stop","stop_reason":null}],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":{"cached_tokens":64}},"prompt_logprobs":null,"kv_transfer_params":null}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 50},
 	},
 	{
 		name: "vllm/chat without details", format: JSON,
 		text:  `{"id":"chatcmpl-1","object":"chat.completion","choices":[],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":null}}`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1, 50},
 	},
 	{
 		name: "vllm/chat with an empty count", format: JSON,
 		text:  `{"object":"chat.completion","usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":null}}}`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1, -1},
 	},
 	{
 		name: "vllm/chat stream", format: SSE,
@@ -57,7 +57,7 @@ data: {"id":"chatcmpl-1","object":"chat.completion.chunk","model":"m","choices":
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 2,
+		usage: Usage{100, 64, 50}, first: 2,
 	},
 	{
 		name: "vllm/chat stream with continuous usage", format: SSE,
@@ -68,7 +68,7 @@ data: {"choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":null}],"us
 data: {"choices":[],"usage":{"prompt_tokens":100,"total_tokens":101,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}
 
 `,
-		usage: Usage{100, 0}, first: 2,
+		usage: Usage{100, 0, 1}, first: 2,
 	},
 	{
 		name: "vllm/chat stream of a tool call", format: SSE,
@@ -109,7 +109,7 @@ data: [DONE]
 	{
 		name: "vllm/completions", format: JSON,
 		text:  `{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":"Hi","finish_reason":"length"}],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":{"cached_tokens":64}}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 50},
 	},
 	{
 		name: "vllm/completions stream", format: SSE,
@@ -124,12 +124,12 @@ data: {"id":"cmpl-1","object":"text_completion","choices":[],"usage":{"prompt_to
 data: [DONE]
 
 `,
-		usage: Usage{100, 96}, first: 3,
+		usage: Usage{100, 96, 1}, first: 3,
 	},
 	{
 		name: "vllm/responses", format: JSON,
 		text:  `{"id":"resp_1","created_at":1,"metadata":{"id":"no"},"model":"m","object":"response","output":[{"id":"msg_1","type":"message","content":[{"text":"Hi"}]}],"status":"completed","usage":{"input_tokens":100,"input_tokens_details":{"cached_tokens":64,"input_tokens_per_turn":[100],"cached_tokens_per_turn":[64]},"output_tokens":50,"output_tokens_details":{"reasoning_tokens":0},"total_tokens":150}}`,
-		usage: Usage{100, 64}, id: "resp_1",
+		usage: Usage{100, 64, 50}, id: "resp_1",
 	},
 	{
 		name: "vllm/responses stream", format: SSE,
@@ -152,17 +152,17 @@ event: response.completed
 data: {"type":"response.completed","response":{"id":"resp_1","object":"response","output":[{"id":"msg_1","usage":{"input_tokens":1}}],"usage":{"input_tokens":100,"input_tokens_details":{"cached_tokens":64},"output_tokens":50,"total_tokens":150}}}
 
 `,
-		usage: Usage{100, 64}, first: 5, id: "resp_1",
+		usage: Usage{100, 64, 50}, first: 5, id: "resp_1",
 	},
 	{
 		name: "vllm/messages", format: JSON,
 		text:  `{"id":"msg_1","type":"message","role":"assistant","content":[{"type":"text","text":"Hi"},{"type":"tool_use","id":"t","name":"f","input":{"usage":{"input_tokens":1,"cache_read_input_tokens":1}}}],"usage":{"input_tokens":36,"output_tokens":50,"cache_creation_input_tokens":0,"cache_read_input_tokens":64}}`,
-		usage: Usage{100, 64}, id: "msg_1",
+		usage: Usage{100, 64, 50}, id: "msg_1",
 	},
 	{
 		name: "vllm/messages without details", format: JSON,
 		text:  `{"id":"msg_1","type":"message","usage":{"input_tokens":100,"output_tokens":50}}`,
-		usage: Usage{100, -1}, id: "msg_1",
+		usage: Usage{100, -1, 50}, id: "msg_1",
 	},
 	{
 		name: "vllm/messages stream", format: SSE, // the first usage comes from a chunk without details
@@ -187,7 +187,7 @@ data: {"type":"message_stop"}
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 3, id: "msg_1",
+		usage: Usage{100, 64, 50}, first: 3, id: "msg_1",
 	},
 	{
 		name: "sglang/chat stream", format: SSE,
@@ -200,22 +200,22 @@ data: {"id":"1","object":"chat.completion.chunk","choices":[],"usage":{"prompt_t
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 2,
+		usage: Usage{100, 64, 1}, first: 2,
 	},
 	{
 		name: "sglang/chat with tiers only", format: JSON,
 		text:  `{"id":"1","object":"chat.completion","choices":[],"usage":{"prompt_tokens":100,"total_tokens":101,"completion_tokens":1,"prompt_tokens_details":null},"sglext":{"cached_tokens_details":{"device":40,"host":20,"storage":4,"storage_backend":"hf3fs"}}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 1},
 	},
 	{
 		name: "sglang/generate", format: JSON,
 		text:  `{"text":"Hi","output_ids":[1,2],"meta_info":{"id":"ab","finish_reason":{"type":"length","length":8,"prompt_tokens":3},"prompt_tokens":100,"completion_tokens":8,"cached_tokens":64,"cached_tokens_details":null,"e2e_latency":0.78}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 8},
 	},
 	{
 		name: "sglang/generate, nothing cached", format: JSON,
 		text:  `{"text":"Hi","meta_info":{"prompt_tokens":100,"cached_tokens":0}}`,
-		usage: Usage{100, 0},
+		usage: Usage{100, 0, -1},
 	},
 	{
 		name: "sglang/generate of a batch", format: JSON, // several prompts: no figure for one of them
@@ -231,7 +231,7 @@ data: {"text":"Hi there","meta_info":{"id":"ab","finish_reason":{"type":"stop"},
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 1,
+		usage: Usage{100, 64, 2}, first: 1,
 	},
 	{
 		name: "sglang/messages stream", format: SSE,
@@ -242,7 +242,7 @@ event: message_delta
 data: {"type":"message_delta","delta":{"stop_reason":"max_tokens"},"usage":{"input_tokens":0,"output_tokens":0}}
 
 `,
-		usage: Usage{100, 64}, first: 2, id: "msg_1",
+		usage: Usage{100, 64, 0}, first: 2, id: "msg_1",
 	},
 	{
 		name: "llama.cpp/chat stream, usage not asked for", format: SSE,
@@ -255,7 +255,7 @@ data: {"choices":[{"finish_reason":"stop","index":0,"delta":{}}],"created":1,"id
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 2,
+		usage: Usage{100, 64, 1}, first: 2,
 	},
 	{
 		name: "llama.cpp/chat stream with progress", format: SSE,
@@ -270,7 +270,7 @@ data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":"Hi"}}],"cr
 data: {"choices":[],"created":1,"object":"chat.completion.chunk","usage":{"completion_tokens":1,"prompt_tokens":100,"total_tokens":101,"prompt_tokens_details":{"cached_tokens":64}},"timings":{"cache_n":64,"prompt_n":36}}
 
 `,
-		usage: Usage{100, 64}, first: 4,
+		usage: Usage{100, 64, 1}, first: 4,
 	},
 	{
 		name: "llama.cpp/chat, timings of an old build", format: JSON, // prompt_n leaves out what was cached
@@ -280,7 +280,7 @@ data: {"choices":[],"created":1,"object":"chat.completion.chunk","usage":{"compl
 	{
 		name: "llama.cpp/completion", format: JSON,
 		text:  `{"index":0,"content":"Hi","tokens":[],"id_slot":0,"stop":true,"model":"m","tokens_predicted":1,"tokens_evaluated":100,"generation_settings":{"n_predict":1,"tokens_evaluated":3},"prompt":"p","has_new_line":false,"truncated":false,"stop_type":"limit","stopping_word":"","tokens_cached":101,"timings":{"cache_n":64,"prompt_n":36}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 1},
 	},
 	{
 		name: "llama.cpp/completion stream", format: SSE,
@@ -291,7 +291,7 @@ data: {"index":0,"content":"Hi","tokens":[5],"stop":false,"id_slot":-1,"tokens_p
 data: {"index":0,"content":"","tokens":[],"stop":true,"tokens_predicted":1,"tokens_evaluated":100,"tokens_cached":101}
 
 `,
-		usage: Usage{100, -1}, first: 2,
+		usage: Usage{100, -1, 1}, first: 2,
 	},
 	{
 		name: "llama.cpp/responses stream", format: SSE,
@@ -308,12 +308,12 @@ event: response.completed
 data: {"type":"response.completed","response":{"id":"resp_ab","object":"response","usage":{"input_tokens":100,"output_tokens":1,"total_tokens":101,"input_tokens_details":{"cached_tokens":0}}}}
 
 `,
-		usage: Usage{100, 0}, first: 3, id: "resp_ab",
+		usage: Usage{100, 0, 1}, first: 3, id: "resp_ab",
 	},
 	{
 		name: "llama.cpp/messages", format: JSON,
 		text:  `{"id":"chatcmpl-1","type":"message","role":"assistant","content":[],"usage":{"cache_read_input_tokens":64,"input_tokens":36,"output_tokens":1}}`,
-		usage: Usage{100, 64}, id: "chatcmpl-1",
+		usage: Usage{100, 64, 1}, id: "chatcmpl-1",
 	},
 	{
 		name: "tgi/generate", format: JSON,
@@ -332,7 +332,7 @@ data:{"index":2,"token":{"id":14,"text":"Hi","logprob":-0.1,"special":false},"ge
 	{
 		name: "trtllm/chat, nothing cached", format: JSON,
 		text:  `{"id":"chatcmpl-1","object":"chat.completion","choices":[],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50,"prompt_tokens_details":{"cached_tokens":0}},"prompt_token_ids":null}`,
-		usage: Usage{100, 0},
+		usage: Usage{100, 0, 50},
 	},
 	{
 		name: "triton/generate stream", format: SSE,
@@ -342,21 +342,21 @@ data:{"index":2,"token":{"id":14,"text":"Hi","logprob":-0.1,"special":false},"ge
 	{
 		name: "ollama/chat", format: JSON,
 		text:  `{"model":"m","created_at":"2026-11-30T00:00:00Z","message":{"role":"assistant","content":"Hi","tool_calls":[{"function":{"name":"f","arguments":{"usage":{"prompt_tokens":1}}}}]},"done_reason":"stop","done":true,"total_duration":5,"load_duration":1,"prompt_eval_count":100,"prompt_eval_cached_count":64,"prompt_eval_duration":2,"eval_count":50,"eval_duration":3}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 50},
 	},
 	{
 		name: "ollama/chat stream", format: NDJSON,
 		text: `{"model":"m","created_at":"2026-11-30T00:00:00Z","message":{"role":"assistant","content":"Hi"},"done":false}
 {"model":"m","created_at":"2026-11-30T00:00:00Z","message":{"role":"assistant","content":""},"done_reason":"stop","done":true,"prompt_eval_count":100,"prompt_eval_cached_count":64,"eval_count":50}
 `,
-		usage: Usage{100, 64}, first: 1,
+		usage: Usage{100, 64, 50}, first: 1,
 	},
 	{
 		name: "ollama/generate stream", format: NDJSON,
 		text: `{"model":"m","response":"Hi","done":false}
 {"model":"m","response":"","done":true,"context":[1,2,3],"prompt_eval_count":100,"eval_count":50}
 `,
-		usage: Usage{100, -1}, first: 1,
+		usage: Usage{100, -1, 50}, first: 1,
 	},
 	{
 		name: "ollama/stream that fails", format: NDJSON,
@@ -372,22 +372,22 @@ data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[],"usage":{
 data: [DONE]
 
 `,
-		usage: Usage{100, -1}, first: 1,
+		usage: Usage{100, -1, 1}, first: 1,
 	},
 	{
 		name: "lmdeploy/chat", format: JSON,
 		text:  `{"id":"1","object":"chat.completion","choices":[],"usage":{"prompt_tokens":100,"total_tokens":150,"completion_tokens":50}}`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1, 50},
 	},
 	{
 		name: "litellm/chat from anthropic", format: JSON,
 		text:  `{"id":"chatcmpl-1","object":"chat.completion","choices":[],"usage":{"completion_tokens":50,"prompt_tokens":100,"total_tokens":150,"prompt_tokens_details":{"audio_tokens":null,"cached_tokens":64},"cache_creation_input_tokens":10,"cache_read_input_tokens":64}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 50},
 	},
 	{
 		name: "litellm/responses from anthropic", format: JSON,
 		text:  `{"id":"resp_1","object":"response","usage":{"input_tokens":100,"input_tokens_details":{"cached_tokens":64},"output_tokens":50,"cache_creation_input_tokens":10,"cache_read_input_tokens":64}}`,
-		usage: Usage{100, 64}, id: "resp_1",
+		usage: Usage{100, 64, 50}, id: "resp_1",
 	},
 	{
 		name: "litellm/messages stream", format: SSE, // opens the block before the prefill
@@ -404,7 +404,7 @@ event: message_delta
 data: {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"input_tokens": 100, "output_tokens": 1}}
 
 `,
-		usage: Usage{100, -1}, first: 3, id: "msg_1",
+		usage: Usage{100, -1, 1}, first: 3, id: "msg_1",
 	},
 	{
 		name: "openai/chat, short prompt", format: JSON,
@@ -423,7 +423,7 @@ data: {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {
   }
 }
 `,
-		usage: Usage{100, 0},
+		usage: Usage{100, 0, 50},
 	},
 	{
 		name: "openai/chat stream of empty deltas", format: SSE,
@@ -467,7 +467,7 @@ data: {"type":"response.failed","response":{"id":"resp_1","error":{"code":"serve
 	{
 		name: "anthropic/messages", format: JSON,
 		text:  `{"id":"msg_1","type":"message","role":"assistant","content":[{"type":"text","text":"Hi"}],"stop_reason":"end_turn","usage":{"input_tokens":26,"cache_creation_input_tokens":10,"cache_read_input_tokens":64,"cache_creation":{"ephemeral_5m_input_tokens":10,"ephemeral_1h_input_tokens":0},"output_tokens":50,"service_tier":"standard"}}`,
-		usage: Usage{100, 64}, id: "msg_1",
+		usage: Usage{100, 64, 50}, id: "msg_1",
 	},
 	{
 		name: "anthropic/messages stream", format: SSE,
@@ -490,7 +490,7 @@ event: message_stop
 data: {"type":"message_stop"}
 
 `,
-		usage: Usage{100, 60}, first: 4, id: "msg_1",
+		usage: Usage{100, 60, 15}, first: 4, id: "msg_1",
 	},
 	{
 		name: "anthropic/stream that fails", format: SSE,
@@ -503,7 +503,7 @@ data: {"type":"error","error":{"type":"overloaded_error","message":"Overloaded"}
 	{
 		name: "deepseek/chat", format: JSON, // white space keeps the connection alive until the answer is there
 		text:  "\n\n\n" + `{"id":"1","object":"chat.completion","choices":[],"usage":{"prompt_tokens":100,"completion_tokens":1,"total_tokens":101,"prompt_cache_hit_tokens":64,"prompt_cache_miss_tokens":36}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, 1},
 	},
 	{
 		name: "deepseek/chat stream", format: SSE,
@@ -518,23 +518,23 @@ data: {"choices":[{"index":0,"delta":{"content":"","reasoning_content":null},"fi
 data: [DONE]
 
 `,
-		usage: Usage{100, 64}, first: 3,
+		usage: Usage{100, 64, 1}, first: 3,
 	},
 	{
 		name: "llm-d sim/chat cut by its threshold", format: JSON,
 		text:  `{"id":"chatcmpl-1","object":"chat.completion","choices":[{"finish_reason":"cache_threshold"}],"usage":{"prompt_tokens":100,"completion_tokens":0,"total_tokens":100,"prompt_tokens_details":null}}`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1, 0},
 	},
 
 	{
 		name: "framing/crlf", format: SSE,
 		text:  ": hello\r\n\r\nevent: x\r\ndata: {\"choices\":[{\"delta\":{\"content\":\"Hi\"}}]}\r\n\r\ndata: {\"choices\":[],\"usage\":{\"prompt_tokens\":100,\"prompt_tokens_details\":{\"cached_tokens\":64}}}\r\n\r\n",
-		usage: Usage{100, 64}, first: 2,
+		usage: Usage{100, 64, -1}, first: 2,
 	},
 	{
 		name: "framing/document over several lines", format: SSE,
 		text:  "data: {\"choices\":[],\"usage\":\ndata: {\"prompt_tokens\":100,\ndata: \"prompt_tokens_details\":{\ndata:\"cached_tokens\":64}}}\n\n",
-		usage: Usage{100, 64}, first: 1,
+		usage: Usage{100, 64, -1}, first: 1,
 	},
 	{
 		name: "framing/other fields", format: SSE,
@@ -544,22 +544,22 @@ data: [DONE]
 	{
 		name: "framing/documents that break off", format: SSE,
 		text:  "data: {\"choices\":[{\"delta\":{\"content\":\"Hi\n\ndata: {\"usage\":{\"prompt_tokens\":100}}\n\ndata: {\"usage\":{\"prompt_tokens\":9",
-		usage: Usage{100, -1}, first: 2,
+		usage: Usage{100, -1, -1}, first: 2,
 	},
 	{
 		name: "framing/lines that break off", format: NDJSON,
 		text:  "{\"message\":{\"content\":\"Hi\n\nnull\n[1]\n{\"prompt_eval_count\":100}\n{\"prompt_eval_count\":9",
-		usage: Usage{100, -1}, first: 5,
+		usage: Usage{100, -1, -1}, first: 5,
 	},
 	{
 		name: "framing/body that breaks off in a count", format: JSON,
 		text:  `{"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":6`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1, -1},
 	},
 	{
 		name: "framing/several documents", format: JSON,
 		text:  `{"usage":{"prompt_tokens":100}}{"usage":{"prompt_tokens":5}}`,
-		usage: Usage{100, -1},
+		usage: Usage{100, -1, -1},
 	},
 	{
 		name: "framing/another format", format: None,
@@ -581,12 +581,12 @@ data: [DONE]
 	{
 		name: "place/usage before the answer", format: JSON,
 		text:  `{"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":64}},"choices":[{"message":{"content":` + quote(strings.Repeat(forged, 60)) + `}}]}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, -1},
 	},
 	{
 		name: "place/usage after the answer", format: JSON,
 		text:  `{"choices":[{"message":{"content":` + quote(strings.Repeat(forged, 60)) + `}}],"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":64}}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, -1},
 	},
 	{
 		name: "place/elsewhere", format: JSON,
@@ -607,7 +607,7 @@ data: [DONE]
 	{
 		name: "forged/chat stream with usage", format: SSE,
 		text:  strings.Repeat(forgedDelta, 50) + `data: {"choices":[],"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":64}}}` + "\n\n",
-		usage: Usage{100, 64}, first: 1,
+		usage: Usage{100, 64, -1}, first: 1,
 	},
 	{
 		name: "forged/ollama stream", format: NDJSON,
@@ -628,17 +628,17 @@ data: [DONE]
 	{
 		name: "figures/with a fraction", format: JSON,
 		text:  `{"usage":{"prompt_tokens":100.0,"prompt_tokens_details":{"cached_tokens":64.0}}}`,
-		usage: Usage{100, 64},
+		usage: Usage{100, 64, -1},
 	},
 	{
 		name: "figures/more cached than there is", format: JSON,
 		text:  `{"usage":{"prompt_tokens":36,"prompt_tokens_details":{"cached_tokens":64}}}`,
-		usage: Usage{36, -1},
+		usage: Usage{36, -1, -1},
 	},
 	{
 		name: "figures/no prompt", format: JSON,
 		text:  `{"usage":{"prompt_tokens":0,"prompt_tokens_details":{"cached_tokens":0}}}`,
-		usage: Usage{-1, 0},
+		usage: Usage{-1, 0, -1},
 	},
 	{
 		name: "id/too long", format: JSON,

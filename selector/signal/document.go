@@ -69,6 +69,10 @@ func (t *Tap) memberOf(in node, name []byte) member {
 			return member(evalCount)
 		case "prompt_eval_cached_count":
 			return member(evalCached)
+		case "tokens_predicted":
+			return member(tokensPredicted)
+		case "eval_count":
+			return member(evalOutput)
 		case "object":
 			return objectMember
 		}
@@ -124,6 +128,10 @@ func (t *Tap) memberOf(in node, name []byte) member {
 			return member(cacheHit)
 		case "prompt_cache_miss_tokens":
 			return member(cacheMiss)
+		case "completion_tokens":
+			return member(completionTokens)
+		case "output_tokens":
+			return member(outputTokens)
 		}
 	case detailsNode:
 		if string(name) == "cached_tokens" {
@@ -135,6 +143,8 @@ func (t *Tap) memberOf(in node, name []byte) member {
 			return member(metaPrompt)
 		case "cached_tokens":
 			return member(metaCached)
+		case "completion_tokens":
+			return member(metaCompletion)
 		}
 	case timingsNode:
 		switch string(name) {
@@ -142,6 +152,8 @@ func (t *Tap) memberOf(in node, name []byte) member {
 			return member(timingsCached)
 		case "prompt_n":
 			return member(timingsPrompt)
+		case "predicted_n":
+			return member(timingsPredicted)
 		}
 	case sglextNode:
 		if string(name) == "cached_tokens_details" {

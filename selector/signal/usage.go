@@ -1,33 +1,40 @@
 package signal
 
-// Usage is what a response said about its prompt. A negative field was not said.
+// Usage is what a response said about its tokens. A negative field was not said.
 // PromptTokens includes the cached ones, whatever the API's own convention.
 type Usage struct {
 	PromptTokens int
 	CachedTokens int
+	OutputTokens int
 }
 
 // figure is one count that some engine writes somewhere in a response body.
 type figure uint8
 
 const (
-	promptTokens    figure = iota // usage.prompt_tokens (OpenAI): cached ones included
-	inputTokens                   // usage.input_tokens: Responses API includes cached ones, Anthropic's does not
-	detailsCached                 // usage.{prompt,input}_tokens_details.cached_tokens
-	cacheRead                     // usage.cache_read_input_tokens (Anthropic)
-	cacheCreation                 // usage.cache_creation_input_tokens (Anthropic)
-	cacheHit                      // usage.prompt_cache_hit_tokens (DeepSeek)
-	cacheMiss                     // usage.prompt_cache_miss_tokens (DeepSeek)
-	metaPrompt                    // meta_info.prompt_tokens (SGLang /generate)
-	metaCached                    // meta_info.cached_tokens
-	tierDevice                    // sglext.cached_tokens_details.device (SGLang, on request)
-	tierHost                      // sglext.cached_tokens_details.host
-	tierStorage                   // sglext.cached_tokens_details.storage
-	timingsCached                 // timings.cache_n (llama.cpp)
-	timingsPrompt                 // timings.prompt_n: the rest of the prompt
-	tokensEvaluated               // tokens_evaluated (llama.cpp /completion): the whole prompt
-	evalCount                     // prompt_eval_count (Ollama): cached ones included
-	evalCached                    // prompt_eval_cached_count (Ollama)
+	promptTokens     figure = iota // usage.prompt_tokens (OpenAI): cached ones included
+	inputTokens                    // usage.input_tokens: Responses API includes cached ones, Anthropic's does not
+	detailsCached                  // usage.{prompt,input}_tokens_details.cached_tokens
+	cacheRead                      // usage.cache_read_input_tokens (Anthropic)
+	cacheCreation                  // usage.cache_creation_input_tokens (Anthropic)
+	cacheHit                       // usage.prompt_cache_hit_tokens (DeepSeek)
+	cacheMiss                      // usage.prompt_cache_miss_tokens (DeepSeek)
+	metaPrompt                     // meta_info.prompt_tokens (SGLang /generate)
+	metaCached                     // meta_info.cached_tokens
+	tierDevice                     // sglext.cached_tokens_details.device (SGLang, on request)
+	tierHost                       // sglext.cached_tokens_details.host
+	tierStorage                    // sglext.cached_tokens_details.storage
+	timingsCached                  // timings.cache_n (llama.cpp)
+	timingsPrompt                  // timings.prompt_n: the rest of the prompt
+	tokensEvaluated                // tokens_evaluated (llama.cpp /completion): the whole prompt
+	evalCount                      // prompt_eval_count (Ollama): cached ones included
+	evalCached                     // prompt_eval_cached_count (Ollama)
+	completionTokens               // usage.completion_tokens (OpenAI)
+	outputTokens                   // usage.output_tokens (Responses API, Anthropic)
+	metaCompletion                 // meta_info.completion_tokens (SGLang /generate)
+	timingsPredicted               // timings.predicted_n (llama.cpp)
+	tokensPredicted                // tokens_predicted (llama.cpp /completion)
+	evalOutput                     // eval_count (Ollama)
 	figureCount
 )
 
@@ -51,7 +58,7 @@ func (f *figures) get(which figure) int { return f[which] - 1 }
 
 // usage brings the APIs' conventions together.
 func (f *figures) usage() Usage {
-	u := Usage{PromptTokens: f.prompt(), CachedTokens: f.cached()}
+	u := Usage{PromptTokens: f.prompt(), CachedTokens: f.cached(), OutputTokens: f.output()}
 	if u.PromptTokens == 0 {
 		u.PromptTokens = -1 // no prompt has no tokens: a field that was never filled in
 	}
@@ -85,6 +92,15 @@ func (f *figures) prompt() int {
 		return n
 	}
 	return f.get(evalCount)
+}
+
+func (f *figures) output() int {
+	for _, which := range [...]figure{completionTokens, outputTokens, metaCompletion, timingsPredicted, tokensPredicted, evalOutput} {
+		if n := f.get(which); n >= 0 {
+			return n
+		}
+	}
+	return -1
 }
 
 func (f *figures) cached() int {
