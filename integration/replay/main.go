@@ -27,9 +27,10 @@
 // told[=x] (capacity configured, x times the truth), reports=s (share of
 // responses that report cached tokens), lies=s (of these say 0), off=s (reported
 // counts off by up to s), streams=s (share of requests whose first output is
-// seen), unseen=s (share of requests that go past the gateway), gateways=n (that
-// don't talk), sync=t (gateways know what the others did t seconds later),
-// rendezvous, alpha=a, min_match=n.
+// seen), unseen=s (share of requests that go past the gateway), poll=t (the
+// replicas' queues are read every t seconds), gateways=n (that don't talk),
+// sync=t (gateways know what the others did t seconds later), rendezvous,
+// alpha=a, min_match=n.
 package main
 
 import (

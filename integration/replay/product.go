@@ -21,6 +21,7 @@ type product struct {
 	off      float64 // reported tokens are off by up to this share
 	streams  float64 // share of the requests whose first output is seen
 	unseen   float64 // share of the requests that go past the gateway, at random
+	poll     float64 // seconds between readings of the replicas' queues; 0: they are not read
 	rule     affinity.Rule
 
 	gates  []*gateway
@@ -87,7 +88,7 @@ func newProduct(options string) (*product, error) {
 	}
 	numbers := map[string]*float64{
 		"told": &p.told, "reports": &p.reports, "lies": &p.lies, "off": &p.off, "streams": &p.streams,
-		"unseen": &p.unseen, "sync": &p.sync, "alpha": &p.rule.Alpha,
+		"unseen": &p.unseen, "poll": &p.poll, "sync": &p.sync, "alpha": &p.rule.Alpha,
 	}
 	for option := range strings.SplitSeq(options, "+") {
 		name, value, ok := strings.Cut(option, "=")
@@ -136,7 +137,21 @@ func (p *product) start(s *sim) {
 	if p.sync >= 0 {
 		p.connect(s)
 	}
+	if p.poll > 0 {
+		p.readQueues(s)
+	}
 	p.chains = make(map[*traced][]prefixhash.Block, len(s.jobs))
+}
+
+// readQueues tells the gateways how many requests wait at each replica, as its metrics
+// do: without the one that it prefills. Then it does so again and again.
+func (p *product) readQueues(s *sim) {
+	for _, g := range p.gates {
+		for i, r := range s.replicas {
+			g.cands[i].Replica.ReportLoad(s.clock(), float64(len(r.queue)))
+		}
+	}
+	s.later(p.poll, func() { p.readQueues(s) })
 }
 
 // connect lets every gateway know late what the others do.
