@@ -98,8 +98,16 @@ func (o *order) add(pos uint32, w weight) {
 	}
 }
 
-// upTo sums the positions up to and including pos.
+// upTo sums the positions up to and including pos. What is asked for most often is
+// recent, and so nearer to all there are.
 func (o *order) upTo(pos uint32) (w weight) {
+	if o.next-pos <= 2*chunk {
+		w = weight{o.used, o.wait}
+		for _, p := range o.at[pos+1 : o.next] {
+			w.add(weight{-p.weight().used, -p.weight().wait})
+		}
+		return w
+	}
 	before := pos / chunk
 	for i := before; i > 0; i -= i & -i {
 		w.add(o.tree[i])
