@@ -213,7 +213,11 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 		if o.handler != nil && len(o.handler.HandleResponse) > 0 {
 			q.watchEnd() // such a route may abort, and leave the body open
 		}
-		t := &tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, promptTokens: q.choice.PromptTokens, cached: -1}
+		t := &q.answer
+		if t.attempt != nil {
+			t = new(tappedBody)
+		}
+		*t = tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, promptTokens: q.choice.PromptTokens, cached: -1}
 		if t.ttft = q.series.ttftMiss; q.choice.MatchedTokens >= o.policy.config.MinMatch {
 			t.ttft = q.series.ttftHit
 		}

@@ -52,6 +52,7 @@ type request struct {
 	holder   string // upstream with the longest match
 	series   *upstreamSeries
 	attempts int
+	answer   tappedBody // of the first attempt that has one
 }
 
 // content is what was read of a request. Its request's lock guards it.
