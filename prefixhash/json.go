@@ -78,13 +78,10 @@ func (r *keyer) numbers(n ref) {
 // members adds an object's members sorted by key, but for those named in skip.
 func (r *keyer) members(n ref, skip ...string) {
 	base := len(r.refs)
-	sorted := r.sort(n)
+	sorted := r.sort(n, skip...)
 	for i, k := range sorted {
 		key := r.raw(k)
 		if i+1 < len(sorted) && bytes.Equal(key, r.raw(sorted[i+1])) {
-			continue
-		}
-		if slices.ContainsFunc(skip, func(name string) bool { return string(key) == name }) {
 			continue
 		}
 		r.mark(markKey)
@@ -94,12 +91,14 @@ func (r *keyer) members(n ref, skip ...string) {
 	r.refs = r.refs[:base]
 }
 
-// sort pushes an object's keys to the stack in their order, equal ones in that
-// of the body. The caller pops them.
-func (r *keyer) sort(n ref) []ref {
+// sort pushes an object's keys, but for those named in skip, to the stack in their
+// order, equal ones in that of the body. The caller pops them.
+func (r *keyer) sort(n ref, skip ...string) []ref {
 	base := len(r.refs)
 	for k := r.firstKey(n); k != 0; k = r.nextKey(n, k) {
-		r.refs = append(r.refs, k)
+		if key := r.raw(k); !slices.ContainsFunc(skip, func(name string) bool { return string(key) == name }) {
+			r.refs = append(r.refs, k)
+		}
 	}
 	sorted := r.refs[base:]
 	slices.SortFunc(sorted, func(a, b ref) int {
