@@ -18,7 +18,7 @@ Duration: 5s, Total samples = 3s
 -----------+-------------------------------------------------------
       10ms   internal/runtime/syscall/linux.Syscall6
              net.(*conn).Read
-             github.com/prefix-affinity/caddy/selector.hold
+             github.com/prefix-affinity/caddy/selector.(*held).read
              github.com/prefix-affinity/caddy/selector.(*Policy).Select
              net/http.(*conn).serve
 -----------+-------------------------------------------------------
