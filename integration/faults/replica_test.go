@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"syscall"
 	"testing"
 	"time"
@@ -43,7 +44,7 @@ func newReplica(t *testing.T, program, name string) *replica {
 	r := &replica{name: name, program: program}
 	for _, addr := range []*string{&r.addr, &r.control} {
 		var err error
-		if *addr, err = harness.FreeAddr(); err != nil {
+		if *addr, err = lastingAddr(); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -71,6 +72,18 @@ func (r *replica) start(t *testing.T) {
 		_ = res.Body.Close()
 		return true
 	})
+}
+
+// lastingAddr returns an address that nobody else takes while its owner is down. On
+// Linux all of 127.0.0.0/8 is this machine, and other packages' tests, which run
+// beside this one and take hundreds of ports, have the first address only.
+func lastingAddr() (string, error) {
+	addr, err := harness.FreeAddr()
+	if err != nil || runtime.GOOS != "linux" {
+		return addr, err
+	}
+	_, port, err := net.SplitHostPort(addr)
+	return net.JoinHostPort("127.0.0.86", port), err
 }
 
 // kill is kill -9.
