@@ -607,8 +607,10 @@ func TestOneCacheOfManyPolicies(t *testing.T) {
 	}
 	s := newSiteOf(t, two(first+" "+second, policy("replica_cache 5000"), second+" "+third, policy("replica_cache 5000")))
 	for _, test := range []struct{ name, directives, want string }{
-		{"different/shared upstream", two(first+" "+second, policy("replica_cache 5000"), second+" "+third, policy("replica_cache 9000")),
-			"replica_cache of '" + second + "' is 9000 here and 5000 in reverse_proxy " + first + " " + second + ": it is one cache, so they should be the same, or one left out, in reverse_proxy " + second + " " + third},
+		{
+			"different/shared upstream", two(first+" "+second, policy("replica_cache 5000"), second+" "+third, policy("replica_cache 9000")),
+			"replica_cache of '" + second + "' is 9000 here and 5000 in reverse_proxy " + first + " " + second + ": it is one cache, so they should be the same, or one left out, in reverse_proxy " + second + " " + third,
+		},
 		{"different/no shared upstream", two(first, policy("replica_cache 5000"), second, policy("replica_cache 9000")), ""},
 		{"different/auto", two(first, policy("replica_cache 5000"), first, policy("replica_cache auto")), ""},
 		{"different/after a reload", two(first, policy("replica_cache 9000"), first, policy("replica_cache 9000")), ""},
