@@ -23,6 +23,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/prefix-affinity/caddy/integration/engine"
 	"github.com/prefix-affinity/caddy/integration/harness"
@@ -629,6 +630,10 @@ func TestManyNames(t *testing.T) {
 			t.Errorf("status %d", status)
 		}
 	})
+	time.Sleep(1100 * time.Millisecond) // whatever was a candidate within the last second is kept
+	if status := ask(n, "/named"); status != http.StatusOK {
+		t.Errorf("status %d", status)
+	}
 	after, upstreams = series()
 	var known []json.RawMessage
 	s.admin(t, http.MethodGet, "upstreams", "", &known)

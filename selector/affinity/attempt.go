@@ -228,6 +228,7 @@ func (a *Attempt) Answered(now time.Time, promptTokens, cachedTokens, outputToke
 	g.fit.take(uncached, output, seconds)
 	if g.fit.known {
 		due := g.fit.expected(uncached, output)
+		r.load.test(now)
 		g.due.measure(due, seconds)
 		r.load.due.measure(due, seconds)
 	}

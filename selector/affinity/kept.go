@@ -156,6 +156,7 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 		if g == joined[m.Group] { // else its fleet's speed may not be known
 			l.speed.add(m.Speed)
 			l.due.add(m.Due)
+			l.tested = now
 		}
 		l.fill, l.filledAt = l.filled(g, r.limit())+m.Filled, g.clock
 		if l.used.IsZero() {

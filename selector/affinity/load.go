@@ -19,6 +19,14 @@ const (
 	speedSame    = 0.15  // differences up to this are taken for noise
 	speedRange   = 16    // most times that a replica may differ from its fleet
 
+	// speedLasts is how long what was measured of a replica counts in full while
+	// nothing new is, and speedHalves in which time half of it is forgotten then. A
+	// replica that was slow once would be left alone for good: it would have no
+	// occasion to show that it is not any more. One that still is costs a request or
+	// two every other minute.
+	speedLasts  = time.Minute
+	speedHalves = 20 * time.Second
+
 	// penaltyTime is how long a refused request keeps counting as work where the
 	// replica did not say.
 	penaltyTime = 2 * time.Second
@@ -73,6 +81,7 @@ type load struct {
 
 	turn   uint64              // when it last got a request without a key
 	due    speed               // see group.due
+	tested time.Time           // when speed or due was last measured; zero: they say nothing of what is there now
 	used   time.Time           // when it was last a candidate, but for usedWithin
 	firsts [broughtKept]uint64 // of the nth prompt brought, at n%broughtKept: the hash of its first block that was not there
 }
@@ -112,7 +121,7 @@ func (g *group) rate() float64 {
 
 // pace is a replica's prefill speed as a multiple of its group's. Where first
 // outputs are not seen, it is by how long its answers take.
-func (l *load) pace(g *group) float64 {
+func (l *load) pace(g *group, now time.Time) float64 {
 	s, all := &l.speed, &g.speed
 	if all.count < speedCounts {
 		s, all = &l.due, &g.due
@@ -120,13 +129,29 @@ func (l *load) pace(g *group) float64 {
 	if s.count < speedCounts {
 		return 1
 	}
-	prior := speedPrior / all.count
-	own := (s.tokens + prior*all.tokens) / (s.seconds + prior*all.seconds)
+	left, prior := l.left(now), speedPrior/all.count
+	own := (left*s.tokens + prior*all.tokens) / (left*s.seconds + prior*all.seconds)
 	p := own / all.rate()
 	if math.Abs(p-1) <= speedSame {
 		return 1
 	}
 	return min(max(p, 1.0/speedRange), speedRange)
+}
+
+// left is the share that still counts of what was measured of the replica.
+func (l *load) left(now time.Time) float64 {
+	untested := now.Sub(l.tested) - speedLasts
+	return math.Exp2(-max(untested, 0).Seconds() / speedHalves.Seconds())
+}
+
+// test makes room for a new measurement of the replica.
+func (l *load) test(now time.Time) {
+	left := l.left(now)
+	for _, s := range [...]*speed{&l.speed, &l.due} {
+		s.tokens *= left
+		s.seconds *= left
+	}
+	l.tested = now
 }
 
 // enqueue takes a request into the account.
@@ -234,7 +259,7 @@ func (l *load) dequeue(a *Attempt) {
 // replica's speed, and adds them to passed.
 func (l *load) advance(g *group, now time.Time, passed []*Attempt) []*Attempt {
 	for l.first != nil && l.first.blind {
-		took := time.Duration(l.first.uncached / (g.rate() * l.pace(g)) * float64(time.Second))
+		took := time.Duration(l.first.uncached / (g.rate() * l.pace(g, now)) * float64(time.Second))
 		if now.Sub(l.since) < took {
 			break
 		}
@@ -268,7 +293,7 @@ func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) (_
 	seen := !a.blind && !a.far
 	if d := now.Sub(start); l.clear && inOrder && seen && a.uncached > speedLeast && d > 0 {
 		took = d
-		l.measure(g, a.uncached, took)
+		l.measure(g, a.uncached, took, now)
 	}
 	l.since, l.clear = now, inOrder && seen
 	l.dequeue(a)
@@ -276,8 +301,9 @@ func (l *load) output(g *group, a *Attempt, now time.Time, passed []*Attempt) (_
 }
 
 // measure takes in how long a prefill was.
-func (l *load) measure(g *group, tokens float64, took time.Duration) {
+func (l *load) measure(g *group, tokens float64, took time.Duration, now time.Time) {
 	seconds := max(took.Seconds(), speedMoment)
+	l.test(now)
 	g.speed.measure(tokens, seconds)
 	l.speed.measure(tokens, seconds)
 }

@@ -51,7 +51,7 @@ func (p *Peer) Apply(now time.Time, e Event) {
 		a.Confirm(now, e.Stream)
 	case Output:
 		a.FirstOutput(now)
-		p.measure(a, e.Took)
+		p.measure(now, a, e.Took)
 	case Reported:
 		a.report(min(max(e.Share, 0), 1))
 	case Finished:
@@ -108,14 +108,14 @@ func (p *Peer) send(now time.Time, e *Event) {
 }
 
 // measure takes in how long a prefill was, as the other gateway saw it.
-func (p *Peer) measure(a *Attempt, took time.Duration) {
+func (p *Peer) measure(now time.Time, a *Attempt, took time.Duration) {
 	if took <= 0 {
 		return
 	}
 	f := p.index.fleet
 	f.mu.Lock()
 	if g := a.replica.group.Load(); g != nil {
-		a.replica.load.measure(g, a.uncached, took)
+		a.replica.load.measure(g, a.uncached, took, now)
 	}
 	f.mu.Unlock()
 }

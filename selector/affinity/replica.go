@@ -64,7 +64,7 @@ func (r *Replica) Snapshot(now time.Time) ReplicaState {
 	s.TokensPerSecond, s.SpeedMeasurements = speedDefault, l.speed.count
 	if g := r.group.Load(); g != nil {
 		s.Candidate = true
-		s.TokensPerSecond = g.rate() * l.pace(g)
+		s.TokensPerSecond = g.rate() * l.pace(g, now)
 		if g.speed.count < speedCounts && g.fit.rate > 0 {
 			s.SpeedMeasurements = l.due.count
 		}
@@ -163,7 +163,8 @@ func (r *Replica) limit() float64 {
 }
 
 // Restarted says that the replica is known to have lost its cache: nothing is
-// believed to be there any more. Its capacity and speed stay.
+// believed to be there any more. Its capacity stays; its speed is taken for that of
+// its fleet until it shows another one.
 func (r *Replica) Restarted() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -174,6 +175,7 @@ func (r *Replica) Restarted() {
 func (r *Replica) lost(nth uint32) {
 	r.generation++
 	r.cached = false
+	r.untested()
 	if r.doubt.empty > 0 {
 		r.takeBack()
 	}
@@ -181,12 +183,22 @@ func (r *Replica) lost(nth uint32) {
 	r.order.clear(nth)
 }
 
-// Forget drops everything that is believed to be cached at the replica. Its
-// capacity and speed stay: reports correct them, if it is another machine now.
+// Forget drops everything that is believed to be cached at the replica, and its
+// speed as after a restart. Its capacity stays: reports correct it, if it is another
+// machine now.
 func (r *Replica) Forget() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.untested()
 	r.order.clear(math.MaxUint32)
+}
+
+// untested makes what was measured of the replica's speed say nothing of what is
+// there now. r.mu is held.
+func (r *Replica) untested() {
+	r.fleet.mu.Lock()
+	r.load.tested = time.Time{}
+	r.fleet.mu.Unlock()
 }
 
 // send enters a prompt as the most recent one. It notes in a what was known of

@@ -79,7 +79,7 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 	for i := range views {
 		if v := &views[i]; v.usable {
 			l := &v.r.load
-			v.pace = l.pace(g)
+			v.pace = l.pace(g, now)
 			v.queue = float64(l.waiting)
 			if others := l.foreign(rate*v.pace, now); others > 0 {
 				v.queue += others / max(g.mean, 1)
