@@ -214,6 +214,7 @@ func TestAdminAPI(t *testing.T) {
 			{"POST", "drain", http.StatusBadRequest, "invalid upstream ''"},
 			{"POST", "drain?upstream=nobody:1", http.StatusNotFound, "unknown upstream 'nobody:1'"},
 			{"POST", "drain?upstream=" + holder + "&froce=true", http.StatusBadRequest, "unknown parameter 'froce': the parameters are upstream, force"},
+			{"POST", "drain?upstream=" + holder + "&force=maybe", http.StatusBadRequest, "force is 'maybe': true or false"},
 			{"POST", "drain?upstream=" + holder + ";force=true", http.StatusBadRequest, "invalid query"},
 			{"POST", "undrain?upstream=" + holder, http.StatusConflict, "is not drained"},
 			{"POST", "undrain?upstream=" + holder + "&force=true", http.StatusBadRequest, "unknown parameter 'force': the parameters are upstream"},

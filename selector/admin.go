@@ -34,8 +34,8 @@ func init() {
 //	POST /prefix_affinity/undrain?upstream=<address>
 //	POST /prefix_affinity/forget?upstream=<address>
 //
-// What is forgotten is what an upstream holds. The size of its cache and its speed
-// stay.
+// What is forgotten is what an upstream holds, and its speed. The size of its cache
+// stays.
 //
 // A lookup where the policy has a scope takes the tenant from the Authorization
 // header: Caddy logs the requests of its admin endpoint, but not what stands
@@ -164,6 +164,7 @@ type upstreamState struct {
 	// Left out while not known.
 	CacheCapacityTokens    int     `json:"cache_capacity_tokens,omitempty"`
 	PrefillTokensPerSecond float64 `json:"prefill_tokens_per_second,omitempty"`
+	PrefillSpeedIsOwn      bool    `json:"prefill_speed_is_own"` // else it is mostly what the others have
 
 	CachedTokenReports float64 `json:"cached_token_reports"`
 	ContradictedRatio  float64 `json:"contradicted_ratio"`
@@ -217,7 +218,7 @@ func listUpstreams(*http.Request) (any, error) {
 		}
 		u.count(metrics.of(s.Address))
 		if s.SpeedMeasurements > 0 {
-			u.PrefillTokensPerSecond = s.TokensPerSecond
+			u.PrefillTokensPerSecond, u.PrefillSpeedIsOwn = s.TokensPerSecond, s.SpeedIsOwn
 		}
 		list = append(list, u)
 	}
@@ -236,7 +237,7 @@ func (u *upstreamState) count(s *upstreamSeries) {
 	u.PromptTokens, u.MatchedTokens = counted(s.promptTokens), counted(s.matchedTokens)
 	u.CachedTokens, u.ReportedPromptTokens = counted(s.cachedTokens), counted(s.reportedTokens)
 	u.TTFTHit, u.TTFTMiss = timed(s.ttftHit), timed(s.ttftMiss)
-	if m := s.engine.Load(); m != nil {
+	if m := s.engine.Load(); m != nil && m.Engine != "" {
 		u.Engine = &engineState{Name: m.Engine, Waiting: max(m.QueueDepth, 0), Running: max(m.Running, 0), KVUsage: max(m.KVUsage, 0)}
 		if m.PrefixQueries > 0 {
 			u.Engine.HitRatio = max(m.PrefixHits, 0) / m.PrefixQueries
@@ -397,7 +398,11 @@ func drain(r *http.Request) (any, error) {
 	if d := drainOf(upstream); d != nil && d.By == "config" {
 		return nil, apiError(http.StatusConflict, "upstream '%s' is drained by the configuration already", upstream)
 	}
-	if r.URL.Query().Get("force") != "true" {
+	force := r.URL.Query().Get("force")
+	if force != "" && force != "true" && force != "false" {
+		return nil, apiError(http.StatusBadRequest, "force is '%s': true or false", force)
+	}
+	if force != "true" {
 		for _, p := range livePolicies() {
 			if p.lastOne(upstream) {
 				return nil, apiError(http.StatusConflict, "upstream '%s' is the last one that is not drained: %s to drain it all the same", upstream, useForce)

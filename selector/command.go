@@ -47,8 +47,8 @@ drain keeps new prefixes away from an upstream; conversations that it holds stay
 until they end or the policy's drain_timeout has passed. undrain ends that.
 
 forget drops everything that an upstream is believed to hold, as after a restart
-of the engine. The size of its cache and its speed, which a restart doesn't
-change, stay as they were learned: if they are others now, its answers show it.`,
+of the engine. The size of its cache stays as it was learned, and its speed is
+taken for that of the others: if they are not, its answers show it.`,
 		CobraFunc: func(root *cobra.Command) {
 			flags := root.PersistentFlags()
 			flags.StringP("config", "c", "", "Configuration file to use to parse the admin address, if --address is not used")
@@ -226,7 +226,7 @@ func printStatus(w io.Writer, answer []byte) error {
 			drain = fmt.Sprintf("by %s since %s", u.Drain.By, u.Drain.Since.Local().Format(time.TimeOnly))
 		}
 		fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%.0f\t%s\t%s\t%d\t%s\n", u.Address, u.Requests, u.hitRatio(), u.PendingRequests, u.PendingPrefillTokens,
-			known(u.CacheCapacityTokens, "%d"), known(u.PrefillTokensPerSecond, "%.0f/s"), u.Generation, drain)
+			known(u.CacheCapacityTokens, "%d"), u.prefillSpeed(), u.Generation, drain)
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -234,6 +234,14 @@ func printStatus(w io.Writer, answer []byte) error {
 	since := slices.MinFunc(upstreams, func(a, b upstreamState) int { return a.CountedSince.Compare(b.CountedSince) }).CountedSince
 	_, err := fmt.Fprintf(w, "Requests and hit ratios are counted since %s.\n", since.Local().Format(time.DateTime))
 	return err
+}
+
+// prefillSpeed is marked where it is mostly what the others have.
+func (u upstreamState) prefillSpeed() string {
+	if !u.PrefillSpeedIsOwn {
+		return known(u.PrefillTokensPerSecond, "~%.0f/s")
+	}
+	return known(u.PrefillTokensPerSecond, "%.0f/s")
 }
 
 // hitRatio is the share of the prompt tokens that the upstream found in its

@@ -235,7 +235,7 @@ func newFleetGauges(ns, sub string) fleetGauges {
 		indexBlocks:     desc("index_blocks", "Prompt blocks remembered for an upstream."),
 		capacity:        desc("cache_capacity_tokens", "Size of an upstream's prefix cache, learned or told; absent while it is not known."),
 		generation:      desc("generation", "How many restarts of an upstream were noticed."),
-		speed:           desc("prefill_tokens_per_second", "Prefill speed of an upstream as measured; absent before it was."),
+		speed:           desc("prefill_tokens_per_second", "Prefill speed that an upstream is believed to have, by its own measurements or its fleet's; absent before it has any."),
 		queueDepth:      desc("queue_depth", "Waiting requests that an upstream last reported."),
 		contradicted:    desc("contradicted_ratio", "Share of an upstream's reports of cached tokens that contradict the capacity. Above 0.2 the model of its cache does not fit."),
 	}

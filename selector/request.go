@@ -225,7 +225,7 @@ func unwanted(r *http.Request) string {
 		return causeEmpty
 	case caddyhttp.IsIncremental(r.Header):
 		return causeStreamed // its sender wants every byte passed on at once
-	case r.Header.Get("Content-Encoding") != "":
+	case r.Header.Get("Content-Encoding") != "" && !strings.EqualFold(r.Header.Get("Content-Encoding"), "identity"):
 		return causeEncoding
 	}
 	header := r.Header.Get("Content-Type")

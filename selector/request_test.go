@@ -131,6 +131,7 @@ func TestUnwanted(t *testing.T) {
 		{"type/parts", http.MethodPost, "Content-Type", "multipart/form-data; boundary=x", causeType},
 		{"type/broken", http.MethodPost, "Content-Type", ";", causeType},
 		{"encoding/gzip", http.MethodPost, "Content-Encoding", "gzip", causeEncoding},
+		{"encoding/none", http.MethodPost, "Content-Encoding", "identity", keyed},
 	} {
 		r, end := newTestRequest(t, test.method, `{"prompt":"x"}`)
 		if test.header != "" {

@@ -9,7 +9,8 @@ type keptReplica struct {
 	IdleSeconds float64    `json:"idle_seconds"` // since a request went there
 	Speed       speedState `json:"speed"`
 	Due         speedState `json:"due"`
-	Filled      float64    `json:"filled"` // uncached tokens given lately
+	Untested    float64    `json:"untested_seconds"` // since either was measured, forgetAfter at most
+	Filled      float64    `json:"filled"`           // uncached tokens given lately
 	Votes       []binVotes `json:"votes"`
 	ToldBytes   int64      `json:"told_bytes"`  // capacity told from outside,
 	ToldAgo     float64    `json:"told_ago"`    // so many reports ago
@@ -87,6 +88,7 @@ func (r *Replica) memory(g *group, number int, now time.Time) keptReplica {
 	if l := &r.load; !l.used.IsZero() {
 		m.IdleSeconds = min(max(now.Sub(l.used), 0), forgetAfter).Seconds()
 	}
+	m.Untested = min(max(now.Sub(r.load.tested), 0), forgetAfter).Seconds()
 	m.Speed, m.Due, m.Filled = r.load.speed.state(), r.load.due.state(), r.load.filled(g, r.limit())
 	r.fleet.mu.Unlock()
 	r.mu.Lock()
@@ -156,7 +158,7 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 		if g == joined[m.Group] { // else its fleet's speed may not be known
 			l.speed.add(m.Speed)
 			l.due.add(m.Due)
-			l.tested = now
+			l.tested = now.Add(-time.Duration(m.Untested * float64(time.Second)))
 		}
 		l.fill, l.filledAt = l.filled(g, r.limit())+m.Filled, g.clock
 		if l.used.IsZero() {
@@ -169,7 +171,7 @@ func (f *Fleet) remember(groups []keptGroup, memories []keptReplica, now time.Ti
 // valid reports whether what is kept can be true.
 func (m *keptReplica) valid(groups int) bool {
 	return m.Address != "" && len(m.Address) <= addressMost && m.Group >= 0 && m.Group < groups && m.Speed.valid() && m.Due.valid() && validVotes(m.Votes) &&
-		amount(m.Filled, m.ReachBytes, m.ToldAgo) && m.IdleSeconds >= 0 && m.IdleSeconds <= forgetAfter.Seconds() && m.ToldBytes >= 0 && m.ToldBytes < unlimited
+		amount(m.Filled, m.ReachBytes, m.ToldAgo) && m.IdleSeconds >= 0 && m.IdleSeconds <= forgetAfter.Seconds() && m.Untested >= 0 && m.Untested <= forgetAfter.Seconds() && m.ToldBytes >= 0 && m.ToldBytes < unlimited
 }
 
 func (s *keptGroup) valid() bool {

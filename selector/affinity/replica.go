@@ -48,6 +48,7 @@ type ReplicaState struct {
 	QueueDepth           float64 // as the replica last reported
 	TokensPerSecond      float64 // prefill speed
 	SpeedMeasurements    float64 // of this replica that this rests on, old ones fading; 0: it is a guess
+	SpeedIsOwn           bool    // and not its fleet's: enough was measured there, and lately
 	CapacityTokens       int     // of its prefix cache; 0: no limit is known
 	Reports              float64 // of cached tokens that this rests on, old ones fading
 	Contradicted         float64 // share of these that speak against it; over 0.2: the model doesn't describe this engine
@@ -68,6 +69,7 @@ func (r *Replica) Snapshot(now time.Time) ReplicaState {
 		if g.speed.count < speedCounts && g.fit.rate > 0 {
 			s.SpeedMeasurements = l.due.count
 		}
+		s.SpeedIsOwn = s.SpeedMeasurements >= speedCounts && l.left(now) > 0.5
 		s.PendingPrefillTokens = l.pending(s.TokensPerSecond, now)
 	}
 	r.fleet.mu.Unlock()

@@ -810,6 +810,66 @@ func TestSpeed(t *testing.T) {
 	}
 }
 
+// A replica that was slow for a while is tried again, soon after it was restarted and
+// some minutes after it was left alone otherwise, and one that stays slow costs few
+// requests.
+func TestSlowOnceIsTriedAgain(t *testing.T) {
+	for _, streams := range []bool{true, false} {
+		t.Run(fmt.Sprintf("stream=%t", streams), func(t *testing.T) {
+			x := newFixture(4)
+			slow := false
+			id := 0
+			share := func(d time.Duration) (requests, there int) { // of the last replica
+				for end := x.now.Add(d); x.now.Before(end); requests++ {
+					id++
+					key := keyOf(series(id, 20+id%40)...)
+					key.Stream = streams
+					c, a := x.route(key)
+					rate := 20_000.0
+					if c.Candidate == 3 {
+						there++
+						if slow {
+							rate = 2000
+						}
+					}
+					x.now = x.now.Add(time.Duration(float64(key.Bytes) / BytesPerToken / rate * float64(time.Second)))
+					a.Confirm(x.now, streams)
+					if streams {
+						a.FirstOutput(x.now)
+					}
+					x.now = x.now.Add(time.Duration(id%20) * 5 * time.Millisecond)
+					a.Answered(x.now, -1, -1, id%20)
+					a.Finish(x.now, Served, 0)
+				}
+				return requests, there
+			}
+			if n, there := share(5 * time.Minute); there < n/8 {
+				t.Fatalf("%d of %d requests while all are alike", there, n)
+			}
+			slow = true
+			share(2 * time.Minute)
+			if n, there := share(10 * time.Minute); there == 0 || there > n/50 {
+				t.Errorf("%d of %d requests while it is slow", there, n)
+			}
+			if x.cands[0].Replica.Snapshot(x.now).SpeedIsOwn != true || x.cands[3].Replica.Snapshot(x.now.Add(2*time.Minute)).SpeedIsOwn {
+				t.Error("a speed that was just measured is not the replica's own, or one that was not for two minutes is")
+			}
+			slow = false
+			share(6 * time.Minute)
+			if n, there := share(5 * time.Minute); there < n/8 {
+				t.Errorf("%d of %d requests six minutes after it was slow", there, n)
+			}
+			slow = true
+			share(5 * time.Minute)
+			slow = false
+			x.cands[3].Replica.Restarted()
+			if n, there := share(2 * time.Minute); there < n/16 {
+				t.Errorf("%d of %d requests after its restart", there, n)
+			}
+		})
+	}
+}
+
 func TestRestarted(t *testing.T) {
 	x := newFixture(2)
 	prompt := keyOf(series(1, 100)...)
