@@ -15,6 +15,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -177,15 +178,25 @@ func (c *Caddy) Stop() error {
 	return err
 }
 
+// given are the addresses that FreeAddr has returned.
+var given sync.Map
+
 // FreeAddr returns a loopback address that nobody listens on. Its port is not of
 // those that systems give to outgoing connections (32768 and up on Linux, 49152
 // elsewhere): one of these could have it before, or again between, its owner listens.
+// No address is returned twice, because two that Caddy listens on may be the same: it
+// shares ports, and answers on either.
 func FreeAddr() (string, error) {
 	const first, ports, tries = 10000, 22000, 100
 	var err error
 	for range tries {
 		var l net.Listener
-		if l, err = net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", first+rand.N(ports))); err == nil {
+		addr := fmt.Sprintf("127.0.0.1:%d", first+rand.N(ports))
+		if _, again := given.LoadOrStore(addr, true); again {
+			err = fmt.Errorf("%s was given out already", addr)
+			continue
+		}
+		if l, err = net.Listen("tcp", addr); err == nil {
 			return l.Addr().String(), l.Close()
 		}
 	}
