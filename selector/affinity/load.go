@@ -26,6 +26,7 @@ const (
 	// two every other minute.
 	speedLasts  = time.Minute
 	speedHalves = 20 * time.Second
+	speedFaded  = 1e-6 // what is left at least, for nothing to become 0
 
 	// penaltyTime is how long a refused request keeps counting as work where the
 	// replica did not say.
@@ -146,10 +147,13 @@ func (l *load) left(now time.Time) float64 {
 
 // test makes room for a new measurement of the replica.
 func (l *load) test(now time.Time) {
-	left := l.left(now)
+	left := max(l.left(now), speedFaded)
 	for _, s := range [...]*speed{&l.speed, &l.due} {
 		s.tokens *= left
 		s.seconds *= left
+		if s.seconds < speedFaded*speedMoment { // only what is not measured any more
+			*s = speed{}
+		}
 	}
 	l.tested = now
 }

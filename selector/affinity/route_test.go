@@ -870,6 +870,34 @@ func TestSlowOnceIsTriedAgain(t *testing.T) {
 	}
 }
 
+// Whatever has faded, what a snapshot keeps of a replica can be read.
+func TestFadedSpeedIsKept(t *testing.T) {
+	x := newFixture(1)
+	r := x.cands[0].Replica
+	serve := func(id int, streams bool) {
+		key := keyOf(series(id, 20+id%40)...)
+		key.Stream = streams
+		_, a := x.route(key)
+		x.now = x.now.Add(time.Duration(100+id%7) * time.Millisecond)
+		a.Confirm(x.now, streams)
+		if streams {
+			a.FirstOutput(x.now)
+		}
+		a.Answered(x.now, -1, -1, id%5)
+		a.Finish(x.now, Served, 0)
+	}
+	for i := range 200 {
+		serve(i, false)
+	}
+	for i := range 100 {
+		r.Restarted()
+		serve(1000+i, i%3 > 0)
+		if m := r.memory(r.group.Load(), 0, x.now); !m.valid(1) {
+			t.Fatalf("after %d restarts %+v", i+1, m)
+		}
+	}
+}
+
 func TestRestarted(t *testing.T) {
 	x := newFixture(2)
 	prompt := keyOf(series(1, 100)...)
