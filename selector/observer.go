@@ -209,7 +209,8 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 		if res.Header.Get("Content-Encoding") == "" {
 			format = signal.FormatOf(res.Header.Get("Content-Type"))
 		}
-		attempt.Confirm(now, format == signal.SSE || format == signal.NDJSON)
+		stream := format == signal.SSE || format == signal.NDJSON
+		attempt.Confirm(now, stream)
 		if o.handler != nil && len(o.handler.HandleResponse) > 0 {
 			q.watchEnd() // such a route may abort, and leave the body open
 		}
@@ -217,7 +218,7 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 		if t.attempt != nil {
 			t = new(tappedBody)
 		}
-		*t = tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, promptTokens: q.choice.PromptTokens, cached: -1}
+		*t = tappedBody{ReadCloser: res.Body, q: q, attempt: attempt, series: q.series, promptTokens: q.choice.PromptTokens, cached: -1, stream: stream}
 		if t.ttft = q.series.ttftMiss; q.choice.MatchedTokens >= o.policy.config.MinMatch {
 			t.ttft = q.series.ttftHit
 		}
@@ -266,6 +267,7 @@ type tappedBody struct {
 	tap          *signal.Tap // nil: the format is not known
 	promptTokens int         // as estimated
 	cached       int         // cached tokens by header; -1: not said
+	stream       bool        // its first output is seen
 	started      bool
 	known        bool // the id of the response was learned
 	ended        bool
@@ -346,7 +348,7 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 		t.series.reportedTokens.Add(float64(usage.PromptTokens))
 	}
 	now := time.Now()
-	if outcome == affinity.Served && usage.OutputTokens >= 0 {
+	if outcome == affinity.Served && !t.stream && usage.OutputTokens >= 0 {
 		t.attempt.Answered(now, usage.PromptTokens, usage.CachedTokens, usage.OutputTokens)
 	}
 	t.attempt.Finish(now, outcome, 0)
