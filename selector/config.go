@@ -131,7 +131,7 @@ type Config struct {
 	Sync *Sync `json:"sync,omitempty"`
 
 	// How many blocks are remembered, over all upstreams: the memory bound. One
-	// block takes some 40 bytes, up to 100 where prompts are one block long.
+	// block takes some 25 bytes, up to 62 where prompts are one block long.
 	// Where policies differ the largest counts; a lower one acts at the reload.
 	// Default is 2,097,152.
 	IndexSize int `json:"index_size,omitempty"`

@@ -286,7 +286,7 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 // held.
 func (r *Replica) run(passed []*Attempt) {
 	for _, a := range passed {
-		if r.owns(a) && r.order.runs[a.slot].phase == waiting {
+		if r.owns(a) && r.order.runs.at(a.slot).phase() == waiting {
 			r.order.enter(a.slot, running)
 		}
 	}

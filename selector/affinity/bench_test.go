@@ -227,8 +227,9 @@ func gauge(name string) float64 {
 
 // memory stores about so many blocks over 8 replicas, in prompts of so many fresh
 // ones, and returns what each takes, everything included, and the share of that
-// which the collector has to look through.
-func memory(blocks, fresh int) (bytesPerBlock, scanned float64) {
+// which the collector has to look through. If full, there is no room for more, and
+// as many were stored before and dropped again.
+func memory(blocks, fresh int, full bool) (bytesPerBlock, scanned float64) {
 	heap := func() (size, scan float64) {
 		runtime.GC()
 		runtime.GC() // pools are emptied by two
@@ -238,8 +239,14 @@ func memory(blocks, fresh int) (bytesPerBlock, scanned float64) {
 	}
 	size, scan := heap()
 	x := newFixture(8)
-	x.index.Require(100 * blocks)
-	for c := range blocks / fresh {
+	prompts := blocks / fresh
+	if full {
+		x.fleet.bound.Store(int64(blocks))
+		prompts *= 2
+	} else {
+		x.index.Require(100 * blocks)
+	}
+	for c := range prompts {
 		x.serve(keyOf(series(c, fresh)...))
 	}
 	sizeAfter, scanAfter := heap()
@@ -253,10 +260,23 @@ func memory(blocks, fresh int) (bytesPerBlock, scanned float64) {
 // BenchmarkMemory reports what a stored block takes, by how many fresh ones a
 // prompt brings, and how much of the index the collector walks.
 func BenchmarkMemory(b *testing.B) {
-	for _, c := range []struct{ blocks, fresh int }{{1_000_000, 1}, {1_000_000, 2}, {1_000_000, 10}, {1_000_000, 500}, {10_000_000, 10}} {
-		b.Run(fmt.Sprintf("blocks=%dM/fresh=%d", c.blocks/1_000_000, c.fresh), func(b *testing.B) {
+	for _, c := range []struct {
+		blocks, fresh int
+		full          bool
+	}{
+		{1_000_000, 1, false},
+		{1_000_000, 2, false},
+		{1_000_000, 10, false},
+		{1_000_000, 500, false},
+		{10_000_000, 10, false},
+		{500_000, 1, true},
+		{500_000, 2, true},
+		{500_000, 10, true},
+		{500_000, 500, true},
+	} {
+		b.Run(fmt.Sprintf("blocks=%d/fresh=%d/full=%t", c.blocks, c.fresh, c.full), func(b *testing.B) {
 			for b.Loop() {
-				bytes, scanned := memory(c.blocks, c.fresh)
+				bytes, scanned := memory(c.blocks, c.fresh, c.full)
 				b.ReportMetric(bytes, "bytes/block")
 				b.ReportMetric(100*scanned, "%scanned")
 			}
@@ -269,8 +289,8 @@ func TestCost(t *testing.T) {
 	if testing.Short() || raceEnabled {
 		t.Skip("measures time")
 	}
-	bytes, scanned := memory(200_000, 10)
-	short, _ := memory(200_000, 1)
+	bytes, scanned := memory(200_000, 10, false)
+	short, _ := memory(200_000, 1, true)
 	for _, c := range []struct {
 		name          string
 		got, expected float64
@@ -280,8 +300,8 @@ func TestCost(t *testing.T) {
 		{"match before 8 replicas to key of 128k tokens", matchRatio(1. / 30), 1. / 30, 1. / 10},
 		{"two goroutines to one", 1 / newCrowd(0).speedup(1.3), 1 / 1.3, 1.5},
 		{"two goroutines to one behind a system prompt", 1 / newCrowd(systemBlocks).speedup(1.3), 1 / 1.3, 1.5},
-		{"bytes a block", bytes, 64, 80},
-		{"bytes a block where each prompt brings one", short, 64, 110},
+		{"bytes a block", bytes, 64, 75},
+		{"bytes a block of a full index where each prompt brings one", short, 64, 75},
 		{"share that the collector walks", scanned, 0.01, 0.03},
 	} {
 		if c.got > c.most {

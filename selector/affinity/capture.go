@@ -10,9 +10,9 @@ import (
 
 // How much is done at a time under a replica's lock: some ten microseconds' worth.
 const (
-	runsAtOnce     = 1024 // copied
-	chainsAtOnce   = 4    // copied or looked up
-	sessionsAtOnce = 64   // copied
+	runsAtOnce     = 2 * runsPiece // copied
+	chainsAtOnce   = 4             // copied or looked up
+	sessionsAtOnce = 64            // copied
 )
 
 // A capture is what one table holds that a 2xx has confirmed, copied piece by
@@ -100,12 +100,14 @@ func (c *capture) copyRuns(r *Replica) {
 	for try := range 3 {
 		c.runs = c.runs[:0]
 		r.mu.Lock()
-		size, packed := len(r.order.runs), r.order.packed
+		size, packed := r.order.runs.size, r.order.packed
 		r.mu.Unlock()
 		c.runs = slices.Grow(c.runs, size)
 		for n := 0; n < size; n += runsAtOnce {
 			r.mu.Lock()
-			c.runs = append(c.runs, r.order.runs[n:min(n+runsAtOnce, size)]...)
+			for at := n; at < min(n+runsAtOnce, size); at += runsPiece {
+				c.runs = append(c.runs, r.order.runs.pieces[at/runsPiece][:min(runsPiece, size-at)]...)
+			}
 			again := r.order.packed != packed && try < 2 // then in nearly the right order
 			r.mu.Unlock()
 			runtime.Gosched()
@@ -147,8 +149,8 @@ func (r *Replica) confirmed(t *table, chain []prefixhash.Block) []prefixhash.Blo
 		switch {
 		case slot == 0:
 			chain = chain[:last]
-		case r.order.runs[slot].sure < chain[last].End:
-			chain = chain[:shorter(chain, r.order.runs[slot].sure)]
+		case r.order.runs.at(slot).sure < chain[last].End:
+			chain = chain[:shorter(chain, r.order.runs.at(slot).sure)]
 		default:
 			return chain
 		}
@@ -160,14 +162,14 @@ func (r *Replica) confirmed(t *table, chain []prefixhash.Block) []prefixhash.Blo
 func (c *capture) sort(j *changes) {
 	c.blocks = zeroed(c.blocks, len(c.runs))
 	c.entries = slices.DeleteFunc(c.entries, func(e entry) bool {
-		if int(e.slot) >= len(c.runs) || c.runs[e.slot].gen != e.gen || !c.runs[e.slot].kept() {
+		if int(e.slot) >= len(c.runs) || c.runs[e.slot].gen() != e.gen() || !c.runs[e.slot].kept() {
 			return true
 		}
 		c.blocks[e.slot]++
 		return false
 	})
 	for id := range j.runs {
-		if int(id.slot) < len(c.runs) && c.runs[id.slot].gen == id.gen {
+		if int(id.slot) < len(c.runs) && c.runs[id.slot].gen() == id.gen {
 			c.blocks[id.slot] = 0
 		}
 	}
@@ -188,11 +190,11 @@ func (c *capture) sort(j *changes) {
 }
 
 // kept reports whether a run has something that stays.
-func (r *run) kept() bool { return r.phase != free && r.start < r.end && r.sure >= r.end }
+func (r *run) kept() bool { return r.phase() != free && r.start < r.end && r.sure >= r.end }
 
 // recency orders runs by when they were used last.
 func (r *run) recency() uint64 {
-	if r.phase == running {
+	if r.phase() == running {
 		return 1 << 32
 	}
 	return uint64(r.pos)

@@ -316,9 +316,9 @@ func checkEmpty(t *testing.T, x *fixture) {
 		}
 		var used int64
 		var blocks int
-		for slot := range r.order.runs {
-			run := &r.order.runs[slot]
-			if run.phase == waiting || run.phase == running {
+		for slot := range uint32(r.order.runs.size) {
+			run := r.order.runs.at(slot)
+			if run.phase() == waiting || run.phase() == running {
 				t.Errorf("%s: run %d is left", r.addr, slot)
 			}
 			used += run.size()

@@ -13,7 +13,7 @@ package affinity
 //
 // Not safe for concurrent use.
 type order struct {
-	runs []run    // by slot; slot 0 is never used
+	runs runs     // by slot; slot 0 is never used
 	free []uint32 // slots to use again
 	at   []place  // by position, oldest first
 	tree []weight // Fenwick tree over the chunks of positions
@@ -43,13 +43,36 @@ const (
 // A run is what one request was the last to use: the bytes (start, end] of its
 // prompt.
 type run struct {
-	gen        uint32 // counts the uses of the slot
+	life       uint32 // the phase, and before it in 24 bits the gen: which use of the slot this is
 	start, end uint32
 	sure       uint32 // bytes of the prompt that a 2xx has confirmed
 	blocks     uint32
 	pos        uint32 // position in the order, unless running
 	nth        uint32 // which of the replica's requests it is
-	phase      phase
+}
+
+func (r *run) phase() phase { return phase(r.life) }
+
+func (r *run) gen() uint32 { return r.life >> 8 }
+
+func (r *run) become(p phase) { r.life = r.life&^0xff | uint32(p) }
+
+// runs are kept in pieces, so that one more neither moves the others nor makes room
+// for as many again.
+type runs struct {
+	pieces []*[runsPiece]run
+	size   int
+}
+
+const runsPiece = 512 // 14 KiB, what the allocator hands out without a rest
+
+func (r *runs) at(slot uint32) *run { return &r.pieces[slot/runsPiece][slot%runsPiece] }
+
+// grow makes room for as many runs.
+func (r *runs) grow(size int) {
+	for r.size = max(r.size, size); len(r.pieces)*runsPiece < size; {
+		r.pieces = append(r.pieces, new([runsPiece]run))
+	}
 }
 
 // less returns how many blocks a run has without n of them. A snapshot may have
@@ -87,7 +110,7 @@ func (w *weight) add(more weight) {
 // chunk is for how many places the tree has a node: it sums up chunks before one
 // and the rest is summed place by place. A node for each place would take as much
 // memory as the run itself.
-const chunk = 8
+const chunk = 16
 
 // add adds to what the places of a chunk weigh.
 func (o *order) add(pos uint32, w weight) {
@@ -120,7 +143,7 @@ func (o *order) upTo(pos uint32) (w weight) {
 
 // count adds bytes to what run r weighs where it stands.
 func (o *order) count(r *run, bytes int64) {
-	switch r.phase {
+	switch r.phase() {
 	case waiting:
 		o.at[r.pos].bytes += uint32(bytes)
 		o.add(r.pos, weight{bytes, bytes})
@@ -140,18 +163,16 @@ func (o *order) take() uint32 {
 		o.free = o.free[:n-1]
 		return slot
 	}
-	if len(o.runs) == 0 {
-		o.runs = make([]run, 1, 16)
-	}
-	o.runs = append(o.runs, run{})
-	return uint32(len(o.runs) - 1)
+	slot := max(o.runs.size, 1)
+	o.runs.grow(slot + 1)
+	return uint32(slot) //nolint:gosec // runs have slots of 32 bits
 }
 
 // enter moves a run to the newest place of another phase.
 func (o *order) enter(slot uint32, to phase) {
 	o.leave(slot)
-	r := &o.runs[slot]
-	r.phase = to
+	r := o.runs.at(slot)
+	r.become(to)
 	if to == running {
 		o.running += r.size()
 		return
@@ -171,36 +192,36 @@ func (o *order) enter(slot uint32, to phase) {
 
 // leave takes a run out of the order.
 func (o *order) leave(slot uint32) {
-	r := &o.runs[slot]
+	r := o.runs.at(slot)
 	o.count(r, -r.size())
-	if r.phase == waiting || r.phase == done {
+	if r.phase() == waiting || r.phase() == done {
 		o.at[r.pos] = place{}
 		o.placed--
 	}
-	r.phase = free
+	r.become(free)
 }
 
 // release forgets a run; what refers to it is void from now on.
 func (o *order) release(slot uint32) {
 	o.leave(slot)
-	r := &o.runs[slot]
+	r := o.runs.at(slot)
 	o.blocks -= int(r.blocks)
-	*r = run{gen: r.gen + 1}
+	*r = run{life: r.life&^0xff + 1<<8}
 	o.free = append(o.free, slot)
 }
 
 // cut sets the piece of its prompt that a run owns.
 func (o *order) cut(slot, start, end, blocks uint32) {
-	r := &o.runs[slot]
+	r := o.runs.at(slot)
 	before := r.size()
 	o.blocks += int(blocks) - int(r.blocks)
 	r.start, r.end, r.blocks = start, end, blocks
 	o.count(r, r.size()-before)
 }
 
-// compact gives the runs new positions without gaps, and room for half as many
+// compact gives the runs new positions without gaps, and room for a third as many
 // again.
-func (o *order) compact() { o.repack(o.placed/2 + 1) }
+func (o *order) compact() { o.repack(o.placed/3 + 1) }
 
 // repack gives the runs new positions without gaps, and room for more.
 func (o *order) repack(more int) {
@@ -212,7 +233,7 @@ func (o *order) repack(more int) {
 		if p.taken == 0 {
 			continue
 		}
-		o.runs[p.slot()].pos = next
+		o.runs.at(p.slot()).pos = next
 		at[next] = p
 		tree[next/chunk+1].add(p.weight())
 		next++
@@ -226,19 +247,17 @@ func (o *order) repack(more int) {
 	o.packed++
 }
 
-// reserve returns n slots for the runs of an older order. space, if it is large
-// enough, becomes the room for all.
-func (o *order) reserve(n int, space []run) (slots []uint32) {
+// reserve returns n slots for the runs of an older order, in room that is given as
+// far as it goes.
+func (o *order) reserve(n int, room []*[runsPiece]run) (slots []uint32) {
 	slots = make([]uint32, 0, n)
 	spare := max(len(o.free)-n, 0)
 	slots = append(slots, o.free[spare:]...)
 	o.free = o.free[:spare]
-	first, more := max(len(o.runs), 1), n-len(slots) // slot 0 is never used
-	if len(space) < first+more {
-		space = make([]run, first+more)
-	}
-	copy(space, o.runs)
-	o.runs = space[:first+more]
+	first, more := max(o.runs.size, 1), n-len(slots) // slot 0 is never used
+	needed := (first+more-1)/runsPiece + 1 - len(o.runs.pieces)
+	o.runs.pieces = append(o.runs.pieces, room[:min(max(needed, 0), len(room))]...)
+	o.runs.grow(first + more)
 	for i := range more {
 		slots = append(slots, uint32(first+i)) //nolint:gosec // runs have slots of 32 bits
 	}
@@ -249,23 +268,24 @@ func (o *order) reserve(n int, space []run) (slots []uint32) {
 // the ones that were used before all of o's, if there is room for both in the
 // older one, which also knows as many slots.
 func (o *order) precede(older *order, reserved []bool) bool {
-	if int(older.next)+o.placed > len(older.at) || len(older.runs) < len(o.runs) {
+	if int(older.next)+o.placed > len(older.at) || older.runs.size < o.runs.size {
 		return false
 	}
-	for slot := range o.runs {
+	for slot := range uint32(o.runs.size) { //nolint:gosec // runs have slots of 32 bits
 		switch {
 		case !reserved[slot]:
-			older.runs[slot] = o.runs[slot]
-		case older.runs[slot].phase == free:
-			o.free = append(o.free, uint32(slot)) //nolint:gosec // runs have slots of 32 bits
+			*older.runs.at(slot) = *o.runs.at(slot)
+		case older.runs.at(slot).phase() == free:
+			o.free = append(o.free, slot)
 		}
 	}
-	o.runs = older.runs[:len(o.runs)]
+	older.runs.size = o.runs.size
+	o.runs = older.runs
 	for _, p := range o.at[o.head:o.next] {
 		if p.taken == 0 {
 			continue
 		}
-		o.runs[p.slot()].pos = older.next
+		o.runs.at(p.slot()).pos = older.next
 		older.at[older.next] = p
 		older.add(older.next, p.weight())
 		older.next++
@@ -282,7 +302,7 @@ func (o *order) precede(older *order, reserved []bool) bool {
 // that comes now is let in: after all that wait, which push out what they don't
 // share with it, whenever they were sent.
 func (o *order) base(r *run) int64 {
-	switch r.phase {
+	switch r.phase() {
 	case waiting:
 		return o.wait - o.upTo(r.pos).wait
 	case done:
@@ -304,7 +324,7 @@ func (o *order) oldest(keep []span) uint32 {
 			}
 			continue
 		}
-		if o.runs[slot].phase == done && !holds(keep, slot) {
+		if o.runs.at(slot).phase() == done && !holds(keep, slot) {
 			return slot
 		}
 	}
@@ -355,7 +375,7 @@ func (o *order) forgetBeyond(limit int64) {
 		if slot == 0 {
 			return
 		}
-		if o.base(&o.runs[slot])-o.wait <= limit {
+		if o.base(o.runs.at(slot))-o.wait <= limit {
 			return
 		}
 		o.release(slot)
@@ -365,9 +385,9 @@ func (o *order) forgetBeyond(limit int64) {
 // clear releases the runs of the requests before the nth.
 func (o *order) clear(nth uint32) {
 	o.cleared++
-	for slot := range o.runs {
-		if o.runs[slot].phase != free && o.runs[slot].nth < nth {
-			o.release(uint32(slot))
+	for slot := range uint32(o.runs.size) { //nolint:gosec // runs have slots of 32 bits
+		if r := o.runs.at(slot); r.phase() != free && r.nth < nth {
+			o.release(slot)
 		}
 	}
 }

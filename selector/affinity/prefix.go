@@ -61,7 +61,7 @@ again:
 			goto again
 		}
 		from := 0
-		if start := o.runs[slot].start; start > 0 {
+		if start := o.runs.at(slot).start; start > 0 {
 			from = sort.Search(to-1, func(i int) bool { return chain[i].End > start })
 		}
 		buf = append(buf, span{slot: slot, from: from, to: to})
@@ -69,7 +69,7 @@ again:
 	}
 	slices.Reverse(buf)
 	for i := range buf {
-		r := &o.runs[buf[i].slot]
+		r := o.runs.at(buf[i].slot)
 		buf[i].far = o.base(r) - int64(r.start)
 	}
 	return buf

@@ -232,19 +232,19 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 	var slot uint32
 	heir := -1
 	for i, s := range spans {
-		own, end := o.runs[s.slot], chain[s.to-1].End
+		own, end := o.runs.at(s.slot), chain[s.to-1].End
 		if i == 0 || sure == chain[s.from-1].End {
 			sure = max(sure, min(own.sure, end))
 		}
-		if own.phase == done && own.end == end && (heir < 0 || s.to-s.from > spans[heir].to-spans[heir].from) {
+		if own.phase() == done && own.end == end && (heir < 0 || s.to-s.from > spans[heir].to-spans[heir].from) {
 			heir = i
 		}
 	}
 	for i, s := range spans {
-		own, end := o.runs[s.slot], chain[s.to-1].End
+		own, end := o.runs.at(s.slot), chain[s.to-1].End
 		switch {
 		case i == heir:
-		case own.phase == done && own.end == end:
+		case own.phase() == done && own.end == end:
 			o.release(s.slot)
 		default:
 			o.cut(s.slot, end, own.end, own.less(s.to-s.from))
@@ -258,14 +258,14 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 		slot = o.take()
 	}
 	o.cut(slot, 0, chain[len(chain)-1].End, uint32(len(chain)))
-	o.runs[slot].sure, o.runs[slot].nth = sure, a.nth
+	o.runs.at(slot).sure, o.runs.at(slot).nth = sure, a.nth
 	o.enter(slot, waiting)
 	for i, b := range chain {
 		if i < from || i >= to {
 			t.put(o, b.Hash, slot)
 		}
 	}
-	a.slot, a.gen = slot, o.runs[slot].gen
+	a.slot, a.gen = slot, o.runs.at(slot).gen()
 	t.changes.sent(runID{a.slot, a.gen}, chain)
 	a.keep(chain)
 	a.place = len(r.provisional)
@@ -275,7 +275,7 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 
 // owns reports whether an attempt still stands for a run. r.mu is held.
 func (r *Replica) owns(a *Attempt) bool {
-	return a.mark != nil && a.slot != 0 && r.order.runs[a.slot].gen == a.gen
+	return a.mark != nil && a.slot != 0 && r.order.runs.at(a.slot).gen() == a.gen
 }
 
 // settled takes an attempt out of the provisional ones.
@@ -296,7 +296,7 @@ func (r *Replica) settled(a *Attempt) {
 func (r *Replica) confirm(a *Attempt) {
 	if r.owns(a) {
 		o := &r.order
-		own := &o.runs[a.slot]
+		own := o.runs.at(a.slot)
 		own.sure = max(own.sure, own.end)
 		chain := a.chain[:shorter(a.chain, own.start)]
 		for len(chain) > 0 {
@@ -306,7 +306,7 @@ func (r *Replica) confirm(a *Attempt) {
 				chain = chain[:len(chain)-1]
 				continue
 			}
-			other := &o.runs[slot]
+			other := o.runs.at(slot)
 			other.sure = max(other.sure, last.End)
 			chain = chain[:shorter(chain, other.start)]
 		}
@@ -317,7 +317,7 @@ func (r *Replica) confirm(a *Attempt) {
 // end gives an attempt's run its last place in the order. r.mu is held.
 func (r *Replica) end(a *Attempt) {
 	if r.owns(a) {
-		if r.order.runs[a.slot].size() == 0 {
+		if r.order.runs.at(a.slot).size() == 0 {
 			r.order.release(a.slot)
 		} else {
 			r.order.enter(a.slot, done)
@@ -337,7 +337,7 @@ func (r *Replica) withdraw(a *Attempt) {
 		return
 	}
 	o := &r.order
-	own := o.runs[a.slot]
+	own := *o.runs.at(a.slot)
 	from := shorter(a.chain, max(own.start, own.sure)) // blocks before it stay
 	to := shorter(a.chain, own.end)
 	// Of those that share most with us the last one sent lost it to us.
@@ -347,14 +347,14 @@ func (r *Replica) withdraw(a *Attempt) {
 		if b == a || b.table != a.table || !r.owns(b) {
 			continue
 		}
-		if n := min(shared(a.chain, b.chain), to); n > common && o.runs[b.slot].start == a.chain[n-1].End {
+		if n := min(shared(a.chain, b.chain), to); n > common && o.runs.at(b.slot).start == a.chain[n-1].End {
 			heir, common = b, n
 		}
 	}
 	var next runID
 	if heir != nil {
 		next = runID{heir.slot, heir.gen}
-		theirs := o.runs[heir.slot]
+		theirs := *o.runs.at(heir.slot)
 		o.cut(heir.slot, startOf(a.chain, from), theirs.end, theirs.blocks+uint32(common-from))
 		for _, b := range a.chain[from:common] {
 			a.table.put(o, b.Hash, heir.slot)
@@ -366,7 +366,7 @@ func (r *Replica) withdraw(a *Attempt) {
 	a.table.changes.withdrawn(runID{a.slot, a.gen}, a.chain, next, from, common, to)
 	if end := startOf(a.chain, from); end > own.start {
 		o.cut(a.slot, own.start, end, own.less(to-from))
-		o.runs[a.slot].sure = end
+		o.runs.at(a.slot).sure = end
 		o.enter(a.slot, done)
 	} else {
 		o.release(a.slot)

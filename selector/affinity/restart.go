@@ -18,9 +18,9 @@ type claim struct{ from, to, nth uint32 }
 // claimed returns the claim of a prompt that is about to be sent, on what the
 // owner of its last known block left. r.mu is held.
 func (r *Replica) claimed(spans []span, from, to uint32, prompt float64) claim {
-	own := &r.order.runs[spans[len(spans)-1].slot]
+	own := r.order.runs.at(spans[len(spans)-1].slot)
 	size := float64(to - from)
-	if own.phase != done || own.sure < to || size < claimLeast || size < claimShare*prompt*BytesPerToken {
+	if own.phase() != done || own.sure < to || size < claimLeast || size < claimShare*prompt*BytesPerToken {
 		return claim{}
 	}
 	return claim{from, to, own.nth}

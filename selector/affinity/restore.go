@@ -251,7 +251,7 @@ func (l *loader) table(r *Replica) error {
 		for i, run := range slices.Backward(runs) {
 			slots[i] = o.take()
 			o.cut(slots[i], run.start, run.end, 0)
-			o.runs[slots[i]].sure = run.end
+			o.runs.at(slots[i]).sure = run.end
 			o.enter(slots[i], done)
 		}
 	}
@@ -284,7 +284,7 @@ func (l *loader) table(r *Replica) error {
 				if int(number) >= len(runs) {
 					return nil
 				}
-				run := &m.order.runs[slots[number]]
+				run := m.order.runs.at(slots[number])
 				if run.blocks == runs[number].blocks {
 					return nil
 				}
@@ -348,16 +348,19 @@ const slotsAtOnce = 256
 func (m *merger) reserve(n int) {
 	r := m.replica
 	r.mu.Lock()
-	size := len(r.order.runs)
+	size := r.order.runs.size
 	r.mu.Unlock()
-	space := make([]run, size+n+slotsAtOnce)
-	clear(space) // so that the system provides it now and not under the lock
-	m.cover(len(space))
+	room := make([]*[runsPiece]run, (n+slotsAtOnce)/runsPiece+1)
+	for i := range room {
+		room[i] = new([runsPiece]run)
+		clear(room[i][:]) // so that the system provides it now and not under the lock
+	}
+	m.cover(size + n + slotsAtOnce)
 	r.mu.Lock()
-	slots := r.order.reserve(n, space)
-	m.cover(len(r.order.runs))
+	slots := r.order.reserve(n, room)
+	m.cover(r.order.runs.size)
 	for _, slot := range slots {
-		m.order.runs[slot].gen = r.order.runs[slot].gen // what refers to it is void
+		m.order.runs.at(slot).life = r.order.runs.at(slot).life // what refers to it is void
 	}
 	r.mu.Unlock()
 	for _, slot := range slots {
@@ -369,8 +372,8 @@ func (m *merger) reserve(n int) {
 
 // cover lets the order know as many slots.
 func (m *merger) cover(slots int) {
-	if more := slots - len(m.order.runs); more > 0 {
-		m.order.runs = append(m.order.runs, make([]run, more)...)
+	if more := slots - m.order.runs.size; more > 0 {
+		m.order.runs.grow(slots)
 		m.ours = append(m.ours, make([]bool, more)...)
 	}
 }
@@ -387,7 +390,7 @@ func (m *merger) giveBack() {
 func (m *merger) merge() (blocks int) {
 	r := m.replica
 	for _, slot := range m.slots {
-		if own := &m.order.runs[slot]; own.phase == done && own.blocks == 0 {
+		if own := m.order.runs.at(slot); own.phase() == done && own.blocks == 0 {
 			m.order.release(slot) // its blocks are missing
 		}
 	}
@@ -400,7 +403,7 @@ func (m *merger) merge() (blocks int) {
 			r.mu.Unlock()
 			return 0
 		}
-		slots, placed, stored := len(live.runs), live.placed, live.blocks
+		slots, placed, stored := live.runs.size, live.placed, live.blocks
 		distance, capacity := live.running+live.used-live.wait, r.capacity
 		changes := j.list[applied:]
 		if len(changes) <= changesAtOnce || turn > turnsMost {
@@ -448,14 +451,14 @@ func (m *merger) apply(list []change) {
 		m.cover(int(c.owner.slot) + 1)
 		gone := m.ours[c.owner.slot] // its slot was free when it was reserved
 		if !gone {
-			o.runs[c.owner.slot].gen = c.owner.gen // so that it counts as alive
+			o.runs.at(c.owner.slot).life = c.owner.gen << 8 // so that it counts as alive
 		}
 		losing, lost := uint32(0), 0
 		for i := c.from; i < c.to; i++ {
 			b := c.chain[i]
 			if c.owner.slot == 0 {
 				if e := t.find(b.Hash); e != nil && !m.ours[e.slot] {
-					e.gen--
+					e.kill()
 				}
 				continue
 			}
@@ -478,7 +481,7 @@ func (o *order) lose(slot uint32, chain []prefixhash.Block, blocks int) {
 	if slot == 0 {
 		return
 	}
-	own := &o.runs[slot]
+	own := o.runs.at(slot)
 	switch end := startOf(chain, blocks); {
 	case end >= own.end:
 		o.release(slot)
@@ -514,7 +517,7 @@ func (t *table) renew(o *order, chain []prefixhash.Block, limit int) {
 	end := chain[len(chain)-1].End
 	slot := o.take()
 	o.cut(slot, 0, end, uint32(len(chain))) //nolint:gosec // chains are short
-	o.runs[slot].sure = end
+	o.runs.at(slot).sure = end
 	o.enter(slot, done)
 	for _, b := range chain {
 		t.put(o, b.Hash, slot)

@@ -1068,7 +1068,7 @@ func TestChurn(t *testing.T) {
 				}
 			}
 			most = max(most, blocks)
-			if n := len(*x.index.tables.Load()); entries > 4*bound+smallSegment*n {
+			if n := len(*x.index.tables.Load()); entries > 2*bound+smallSegment*n {
 				t.Errorf("%d entries for %d blocks after %d replicas, %d of them known", entries, blocks, i+1, n)
 			}
 		}

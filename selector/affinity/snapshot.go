@@ -107,7 +107,7 @@ func (c *capture) write(w *snapshotWriter) {
 		w.record(chunkRuns, uint64(r.start)|uint64(r.end)<<32, c.blocks[slot])
 	}
 	for _, e := range c.entries {
-		w.record(chunkBlocks, e.hash, c.number[e.slot])
+		w.record(chunkBlocks, e.hash(), c.number[e.slot])
 	}
 	for _, chain := range c.chains {
 		w.flush() // a chunk each

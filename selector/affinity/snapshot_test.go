@@ -51,17 +51,17 @@ func (x *fixture) sound(t *testing.T, chains [][]prefixhash.Block) {
 		var used, wait, pinned, blocks, placed int64
 		again := make(map[uint32]bool) // slots to use
 		for _, slot := range o.free {
-			if again[slot] || slot == 0 || o.runs[slot].phase != free {
+			if again[slot] || slot == 0 || o.runs.at(slot).phase() != free {
 				t.Fatalf("replica %d: slot %d is not free, or twice", i, slot)
 			}
 			again[slot] = true
 		}
-		for slot := range o.runs {
-			run := &o.runs[slot]
+		for slot := range uint32(o.runs.size) {
+			run := o.runs.at(slot)
 			blocks += int64(run.blocks)
-			switch run.phase {
+			switch run.phase() {
 			case free:
-				if slot > 0 && !again[uint32(slot)] {
+				if slot > 0 && !again[slot] {
 					t.Fatalf("replica %d: slot %d is never used again", i, slot)
 				}
 				if run.size() != 0 || run.blocks != 0 {
@@ -77,13 +77,13 @@ func (x *fixture) sound(t *testing.T, chains [][]prefixhash.Block) {
 			}
 			used += run.size()
 			placed++
-			if at := o.at[run.pos]; at.slot() != uint32(slot) || int64(at.bytes) != run.size() || (at.taken != at.slot()) != (run.phase == waiting) || run.pos < o.head || run.pos >= o.next {
+			if at := o.at[run.pos]; at.slot() != slot || int64(at.bytes) != run.size() || (at.taken != at.slot()) != (run.phase() == waiting) || run.pos < o.head || run.pos >= o.next {
 				t.Fatalf("replica %d: slot %d is not at its position %d of [%d,%d)", i, slot, run.pos, o.head, o.next)
 			}
 		}
 		var all weight
-		if len(o.at) > 0 {
-			all = o.upTo(uint32(len(o.at) - 1))
+		if o.next > 0 {
+			all = o.upTo(o.next - 1)
 		}
 		if o.used != used || o.wait != wait || o.running != pinned || int64(o.blocks) != blocks || int64(o.placed) != placed || all.used != used || all.wait != wait {
 			t.Fatalf("replica %d: %d used, %d waiting, %d running, %d blocks, %d placed, in the tree %+v; want %d, %d, %d, %d, %d",
@@ -551,7 +551,7 @@ func TestRestoreAgain(t *testing.T) {
 		}
 		y.sound(t, nil)
 		for i, c := range y.cands {
-			if n := len(c.Replica.order.runs); n > 1000+round {
+			if n := c.Replica.order.runs.size; n > 1000+round {
 				t.Fatalf("round %d, replica %d: room for %d runs", round, i, n)
 			}
 			c.Replica.Forget()

@@ -7,6 +7,10 @@ import "github.com/prefix-affinity/caddy/prefixhash"
 // by the hash's leading bits into segments that grow and split one at a time
 // (extendible hashing), so that no insertion rehashes more than one segment.
 //
+// It goes by the first 40 bits of a hash: with ten million blocks, one lookup of
+// an unknown block in a hundred thousand finds another's, and a request goes
+// where it need not.
+//
 // Entries are never removed one by one: an entry is live while its run still
 // owns its byte position, and dead ones go when their segment is rebuilt.
 type table struct {
@@ -17,17 +21,38 @@ type table struct {
 }
 
 type segment struct {
-	entries []entry // see larger
-	filled  int     // entries in use, live or dead
-	depth   uint8   // leading hash bits that its entries share
+	entries []entry
+	filled  int   // entries in use, live or dead
+	depth   uint8 // leading hash bits that its entries share
 }
 
-// entry is 16 bytes; slot 0 marks an empty one.
+// entry is 12 bytes; slot 0 marks an empty one.
 type entry struct {
-	hash uint64
+	low  uint32 // the last 32 of the hash's first 40 bits
+	high uint32 // the first 8 of them, and before them the 24 of the run's gen
 	slot uint32
-	gen  uint32
 }
+
+func entryOf(hash uint64, slot, gen uint32) entry {
+	return entry{uint32(hash >> 24), uint32(hash>>56) | gen<<8, slot} //nolint:gosec // as the fields say
+}
+
+// of reports whether the entry is that of a hash.
+func (e *entry) of(hash uint64) bool {
+	return e.low == uint32(hash>>24) && uint8(e.high) == uint8(hash>>56) //nolint:gosec // as the fields say
+}
+
+// hash returns the hash, as far as it is known.
+func (e *entry) hash() uint64 { return uint64(e.high&0xff)<<56 | uint64(e.low)<<24 }
+
+func (e *entry) gen() uint32 { return e.high >> 8 }
+
+// live reports whether the entry's run is the one that it was made for. It may have
+// lost the block all the same.
+func (e *entry) live(o *order) bool { return e.slot != 0 && o.runs.at(e.slot).gen() == e.gen() }
+
+// kill makes the entry a dead one: its run has another gen.
+func (e *entry) kill() { e.high -= 1 << 8 }
 
 const (
 	// A segment starts small, because most replicas of most fleets hold little
@@ -40,20 +65,19 @@ const (
 )
 
 func newTable() *table {
-	return &table{dir: []*segment{{entries: make([]entry, smallSegment)}}}
+	return &table{dir: []*segment{{entries: space(smallSegment)}}}
 }
 
 // tableFor returns a table with room for n blocks, so that few of its segments
 // have to grow until then, if any.
 func tableFor(n int) *table {
-	size, depth := smallSegment, uint8(0)
-	for ; 3*size < 5*n && size < largeSegment; size = larger(size) { // at most 60 % full; they grow at 75 %
+	depth := uint8(0)
+	for ; roomFor(n>>depth) > largeSegment && depth < deepest; depth++ {
 	}
-	for ; 3*size<<depth < 5*n && depth < deepest; depth++ {
-	}
+	size := roomFor(n>>depth + n>>depth/8) // hashes are not spread evenly
 	t := &table{dir: make([]*segment, 1<<depth), depth: depth}
 	for i := range t.dir {
-		t.dir[i] = &segment{entries: make([]entry, size), depth: depth}
+		t.dir[i] = &segment{entries: space(size), depth: depth}
 	}
 	return t
 }
@@ -65,18 +89,22 @@ func (t *table) after(hash uint64) (uint64, bool) {
 	return last + 1, last != ^uint64(0)
 }
 
-// larger returns the next size of a segment. Sizes are powers of two and what is
-// half-way between them: with powers of two alone a quarter more room is empty.
-func larger(size int) int {
-	if size&(size-1) == 0 {
-		return size + size/2
-	}
-	return size / 3 * 4
+// roomFor returns the size of a segment with room for n entries: they fill three
+// fifths of it, and it is rebuilt at three quarters.
+func roomFor(n int) int { return max(smallSegment, (5*n+2)/3) }
+
+// space returns so many empty entries, and as many more as the allocator would
+// waste.
+func space(size int) []entry {
+	e := append([]entry(nil), make([]entry, size)...)
+	return e[:cap(e)]
 }
 
-// home returns where in a segment a hash belongs, by its last bits.
+// home returns where in a segment the entry of a hash belongs. The product's first
+// bits depend on all bits, also where all hashes of a segment begin alike.
 func (s *segment) home(hash uint64) int {
-	return int(uint64(uint32(hash)) * uint64(len(s.entries)) >> 32)
+	const odd = 0x9E3779B1                                                  // 2^32 over the golden ratio
+	return int(uint64(uint32(hash>>24)*odd) * uint64(len(s.entries)) >> 32) //nolint:gosec // less than len
 }
 
 func (t *table) segment(hash uint64) *segment { return t.dir[hash>>(64-t.depth)] }
@@ -92,7 +120,7 @@ func (t *table) find(hash uint64) *entry {
 		if e.slot == 0 {
 			return nil
 		}
-		if e.hash == hash {
+		if e.of(hash) {
 			return e
 		}
 	}
@@ -104,8 +132,8 @@ func (t *table) owner(o *order, b prefixhash.Block) uint32 {
 	if e == nil {
 		return 0
 	}
-	r := &o.runs[e.slot]
-	if r.gen != e.gen || b.End <= r.start || b.End > r.end {
+	r := o.runs.at(e.slot)
+	if r.gen() != e.gen() || b.End <= r.start || b.End > r.end {
 		return 0
 	}
 	return e.slot
@@ -113,22 +141,22 @@ func (t *table) owner(o *order, b prefixhash.Block) uint32 {
 
 // put makes the run in slot the owner of hash.
 func (t *table) put(o *order, hash uint64, slot uint32) {
-	gen := o.runs[slot].gen
+	gen := o.runs.at(slot).gen()
 	for {
 		s := t.segment(hash)
 		i := s.home(hash)
-		for s.entries[i].slot != 0 && s.entries[i].hash != hash {
+		for s.entries[i].slot != 0 && !s.entries[i].of(hash) {
 			if i++; i == len(s.entries) {
 				i = 0
 			}
 		}
 		e := &s.entries[i]
 		if e.slot != 0 {
-			e.slot, e.gen = slot, gen
+			*e = entryOf(hash, slot, gen)
 			return
 		}
 		if 4*(s.filled+1) <= 3*len(s.entries) {
-			*e = entry{hash, slot, gen}
+			*e = entryOf(hash, slot, gen)
 			s.filled++
 			return
 		}
@@ -138,31 +166,28 @@ func (t *table) put(o *order, hash uint64, slot uint32) {
 
 // drop makes the entry of hash a dead one if the run in slot owns it.
 func (t *table) drop(o *order, hash uint64, slot uint32) {
-	if e := t.find(hash); e != nil && e.slot == slot && e.gen == o.runs[slot].gen {
-		e.gen--
+	if e := t.find(hash); e != nil && e.slot == slot && e.gen() == o.runs.at(slot).gen() {
+		e.kill()
 	}
 }
 
-// grow rebuilds a full segment: without its dead entries where these are many,
-// else at a larger size, else as two.
+// grow rebuilds a full segment without its dead entries, in as much space as the
+// others need, or as two.
 func (t *table) grow(o *order, s *segment, hash uint64) {
 	live := 0
 	for i := range s.entries {
-		if e := &s.entries[i]; e.slot != 0 && o.runs[e.slot].gen == e.gen {
+		if s.entries[i].live(o) {
 			live++
 		}
 	}
-	switch {
-	case 2*live <= len(s.entries):
-		t.rebuild(o, s, s, len(s.entries))
-	case len(s.entries) < largeSegment || s.depth == deepest:
-		t.rebuild(o, s, s, larger(len(s.entries)))
-	default:
-		t.split(o, s, hash)
+	if size := roomFor(live); size <= largeSegment || s.depth == deepest {
+		s.rebuild(o, s, 0, size)
+	} else {
+		t.split(o, s, hash, live)
 	}
 }
 
-func (t *table) split(o *order, s *segment, hash uint64) {
+func (t *table) split(o *order, s *segment, hash uint64, live int) {
 	if s.depth == t.depth {
 		dir := make([]*segment, 2*len(t.dir))
 		for i, s := range t.dir {
@@ -178,33 +203,40 @@ func (t *table) split(o *order, s *segment, hash uint64) {
 	for i := first + n; i < first+2*n; i++ {
 		t.dir[i] = twin
 	}
-	t.rebuild(o, s, twin, len(s.entries)*2/3)
+	upper, bit := 0, uint64(1)<<63>>(s.depth-1)
+	for i := range s.entries {
+		if e := &s.entries[i]; e.hash()&bit != 0 && e.live(o) {
+			upper++
+		}
+	}
+	size := roomFor(max(upper, live-upper)) // hashes from elsewhere may be all alike
+	s.rebuild(o, twin, bit, size)
 }
 
-// rebuild moves the live entries of s to new space: those whose next hash bit
-// is set to twin, which may be s itself.
-func (t *table) rebuild(o *order, s, twin *segment, size int) {
+// rebuild moves the live entries of s to new space: those whose hash has a bit set
+// to twin, which may be s itself.
+func (s *segment) rebuild(o *order, twin *segment, bit uint64, size int) {
 	old := s.entries
-	s.entries, s.filled = make([]entry, size), 0
+	s.entries, s.filled = space(size), 0
 	if twin != s {
-		twin.entries, twin.filled = make([]entry, size), 0
+		twin.entries, twin.filled = space(size), 0
 	}
-	bit := uint64(1) << 63 >> (s.depth - 1)
-	for _, e := range old {
-		if e.slot == 0 || o.runs[e.slot].gen != e.gen {
+	for i := range old {
+		e := &old[i]
+		if !e.live(o) {
 			continue
 		}
 		to := s
-		if twin != s && e.hash&bit != 0 {
+		if e.hash()&bit != 0 {
 			to = twin
 		}
-		i := to.home(e.hash)
+		i := to.home(e.hash())
 		for to.entries[i].slot != 0 {
-			if i++; i == size {
+			if i++; i == len(to.entries) {
 				i = 0
 			}
 		}
-		to.entries[i] = e
+		to.entries[i] = *e
 		to.filled++
 	}
 }
@@ -221,8 +253,8 @@ func (t *table) rebuildAll(o *order) {
 		}
 		last = s
 		for _, e := range s.entries {
-			if e.slot != 0 && o.runs[e.slot].gen == e.gen {
-				t.put(o, e.hash, e.slot)
+			if e.live(o) {
+				t.put(o, e.hash(), e.slot)
 			}
 		}
 	}
