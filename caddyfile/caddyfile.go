@@ -175,13 +175,25 @@ func fallback(d *caddyfile.Dispenser) (json.RawMessage, error) {
 		return nil, d.Errf("invalid fallback '%s': should be another policy", name)
 	}
 	id := "http.reverse_proxy.selection_policies." + name
-	module, err := caddyfile.UnmarshalModule(d, id)
+	info, err := caddy.GetModule(id)
 	if err != nil {
+		return nil, d.Errf("unrecognized fallback '%s': there is no module %s", name, id)
+	}
+	module := info.New()
+	policy, ok := module.(reverseproxy.Selector)
+	reader, readable := module.(caddyfile.Unmarshaler)
+	if !ok || !readable {
+		return nil, d.Errf("invalid fallback '%s': module %s can't be one in a Caddyfile", name, id)
+	}
+	tokens := d.NewFromNextSegment()
+	if err := reader.UnmarshalCaddyfile(tokens); err != nil {
 		return nil, err
 	}
-	policy, ok := module.(reverseproxy.Selector)
-	if !ok {
-		return nil, d.Errf("module %s (%T) is not a reverseproxy.Selector", id, module)
+	for tokens.Next() && tokens.Val() != "}" { // caddyfile.UnmarshalModule would drop them without a word
+		if tokens.Val() == "{" {
+			continue
+		}
+		return nil, tokens.Errf("unexpected '%s': fallback %s has no more options", tokens.Val(), name)
 	}
 	return caddyconfig.JSONModuleObject(policy, "policy", name, nil), nil
 }

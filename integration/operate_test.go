@@ -220,6 +220,7 @@ func TestAdminAPI(t *testing.T) {
 			{"POST", "undrain?upstream=" + holder + "&force=true", http.StatusBadRequest, "unknown parameter 'force': the parameters are upstream"},
 			{"POST", "forget?upstream=nobody:1", http.StatusNotFound, "unknown upstream 'nobody:1'"},
 			{"POST", "forget?upstraem=" + holder, http.StatusBadRequest, "unknown parameter 'upstraem': the parameters are upstream"},
+			{"POST", "lookup?path=v1/messages", http.StatusBadRequest, "invalid path 'v1/messages': should begin with a slash"},
 			{"POST", "lookup?scope=tenant", http.StatusBadRequest, "unknown parameter 'scope': the parameters are path"},
 			{"GET", "upstreams?upstream=" + holder, http.StatusBadRequest, "unknown parameter 'upstream': there are none here"},
 		} {

@@ -294,6 +294,9 @@ func lookup(r *http.Request) (any, error) {
 	if path == "" {
 		path = "/v1/chat/completions"
 	}
+	if !strings.HasPrefix(path, "/") {
+		return nil, apiError(http.StatusBadRequest, "invalid path '%s': should begin with a slash, as in a request", path)
+	}
 	scope := r.Header.Get("Authorization")
 	policies := livePolicies()
 	var most int64

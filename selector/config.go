@@ -237,6 +237,9 @@ func (c Config) Validate() error {
 	if err := c.Sync.validate(); err != nil {
 		return err
 	}
+	if err := closed("seed", c.Seed); err != nil {
+		return err
+	}
 	if c.Scope != "" && !ofRequest(c.Scope) {
 		return fmt.Errorf("invalid scope '%s': it is the same for every request; should be a placeholder such as {http.request.header.Authorization}", c.Scope)
 	}
@@ -306,6 +309,20 @@ func balanced(text string) bool {
 	}
 	return open == 0
 }
+
+// closed fails where an option has the beginning of a placeholder that a process
+// can fill, and not its end: Caddy takes that for plain text. Any other brace may be
+// part of a secret. As the value may be one, the error does not tell it.
+func closed(option, value string) error {
+	for _, begun := range opened.FindAllStringSubmatch(value, -1) {
+		if begun[2] == "" {
+			return fmt.Errorf("invalid %s: the brace of '%s' is not closed; should be a placeholder such as {env.NAME}", option, begun[1])
+		}
+	}
+	return nil
+}
+
+var opened = regexp.MustCompile(`(\{(?:env|file|system)\.)[^{}]*(\}?)`)
 
 // ignored joins the ignore expressions into one, nil where there is none.
 func (c Config) ignored() (*regexp.Regexp, error) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"strconv"
 	"strings"
 
@@ -76,6 +77,14 @@ func (s *Sync) validate() error {
 	case s.Redis.Username != "" && s.Redis.Password == "":
 		return fmt.Errorf("username '%s' has no password", s.Redis.Username)
 	}
+	r := s.Redis
+	for option, value := range map[string]string{
+		"username of sync": r.Username, "password of sync": r.Password, "stream_prefix of sync": r.StreamPrefix, "address of sync": strings.Join(r.Addresses, " "),
+	} {
+		if err := closed(option, value); err != nil {
+			return err
+		}
+	}
 	for _, address := range s.Redis.Addresses {
 		if strings.Contains(address, "{") {
 			continue
@@ -94,7 +103,9 @@ func redisAddresses(text string) (all []string, err error) {
 		if err != nil {
 			host, port = strings.Trim(one, "[]"), redisPort
 		}
-		if _, err := strconv.ParseUint(port, 10, 16); err != nil || host == "" || strings.Contains(host, "/") {
+		_, badPort := strconv.ParseUint(port, 10, 16)
+		_, notIP := netip.ParseAddr(host)
+		if badPort != nil || host == "" || strings.Contains(host, "/") || strings.Contains(host, ":") && notIP != nil {
 			return nil, fmt.Errorf("invalid address '%s' of sync: should be host or host:port, with the rest in options", one)
 		}
 		all = append(all, net.JoinHostPort(host, port))
