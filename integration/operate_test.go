@@ -314,6 +314,58 @@ func TestDrain(t *testing.T) {
 	}
 }
 
+// What one site is configured to drain is told to be drained there, and can be
+// drained everywhere all the same.
+func TestDrainInOneSite(t *testing.T) {
+	fleet := harness.TestFleet(t, 2, fast)
+	first := fleet[0].Addr()
+	s := newSiteOf(t, "handle /v1/embeddings {\n\t"+proxyTo(fleet.Upstreams(), policy("drain "+first))+"\n\t}\n\thandle {\n\t"+proxyTo(fleet.Upstreams(), policy())+"\n\t}")
+	type drain struct {
+		By    string   `json:"by"`
+		Sites []string `json:"sites"`
+	}
+	shown := func() (d drain) {
+		t.Helper()
+		var all []struct {
+			Address string `json:"address"`
+			Drain   drain  `json:"drain"`
+		}
+		if status := s.admin(t, http.MethodGet, "upstreams", "", &all); status != http.StatusOK {
+			t.Errorf("status %d", status)
+		}
+		for _, u := range all {
+			if u.Address == first {
+				d = u.Drain
+			}
+		}
+		return d
+	}
+	fresh := func() (served bool) {
+		before := fleet[0].Stats().Requests
+		for i := range 20 {
+			s.ask(t, chat(false, words(fmt.Sprintf("%+v %d", shown(), i), 2000)))
+		}
+		return fleet[0].Stats().Requests > before
+	}
+	if !fresh() {
+		t.Error("the other site drains it, too")
+	}
+	if d := shown(); d.By != "config" || len(d.Sites) != 1 || !strings.Contains(d.Sites[0], "/v1/embeddings") {
+		t.Errorf("it is drained by %+v", d)
+	}
+	out, err := s.caddy(t, "prefix-affinity", "status")
+	if err != nil || !regexp.MustCompile(`by config since \S+ in \S+/v1/embeddings on `).MatchString(out) {
+		t.Errorf("%v, status says\n%s", err, out)
+	}
+	var answer drain
+	if status := s.admin(t, http.MethodPost, "drain?upstream="+first, "", &answer); status != http.StatusOK || answer.By != "api" || fresh() {
+		t.Errorf("it can't be drained everywhere: status %d, %+v", status, answer)
+	}
+	if status := s.admin(t, http.MethodPost, "undrain?upstream="+first, "", &struct{}{}); status != http.StatusOK || shown().By != "config" {
+		t.Errorf("status %d, it is drained by %+v", status, shown())
+	}
+}
+
 // Who drains everything is told what it means, and what it means is that it has no
 // effect.
 func TestDrainOfAll(t *testing.T) {

@@ -193,6 +193,9 @@ type engineState struct {
 type drainState struct {
 	By    string    `json:"by"` // config or api
 	Since time.Time `json:"since"`
+	Sites []string  `json:"sites,omitempty"` // of the configuration; left out: in all that have the upstream
+
+	some bool // by the configuration, and not in all sites
 }
 
 func listUpstreams(*http.Request) (any, error) {
@@ -245,19 +248,37 @@ func (u *upstreamState) count(s *upstreamSeries) {
 	}
 }
 
+// drainOf tells how an upstream is drained, nil where it is not. The admin API
+// drains it in all sites, which counts for more than what some are configured to do.
 func drainOf(upstream string) *drainState {
+	var config *drainState
+	var sites []string
+	all := true
 	for _, p := range livePolicies() {
 		if since, ok := p.drains.of(upstream); ok {
-			return &drainState{"config", since}
+			config = &drainState{By: "config", Since: since}
+			sites = append(sites, p.sites()...)
+		} else if p.routesTo(upstream) {
+			all = false
 		}
+	}
+	if config != nil && all {
+		return config
 	}
 	if api := currentDrains(); api != nil {
 		if since, ok := api.of(upstream); ok {
-			return &drainState{"api", since}
+			return &drainState{By: "api", Since: since}
 		}
 	}
-	return nil
+	if config != nil {
+		slices.Sort(sites)
+		config.Sites, config.some = sites, true
+	}
+	return config
 }
+
+// everywhere reports whether the configuration drains the upstream in all sites.
+func (d *drainState) everywhere() bool { return d != nil && d.By == "config" && !d.some }
 
 // lookupAnswer tells what one policy would do, or several that would do the same.
 type lookupAnswer struct {
@@ -398,7 +419,7 @@ func drain(r *http.Request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	if d := drainOf(upstream); d != nil && d.By == "config" {
+	if drainOf(upstream).everywhere() {
 		return nil, apiError(http.StatusConflict, "upstream '%s' is drained by the configuration already", upstream)
 	}
 	force := r.URL.Query().Get("force")
@@ -436,7 +457,8 @@ func (p *Policy) upstreams(now time.Time) []string {
 func (p *Policy) lastOne(upstream string) bool {
 	all := p.upstreams(time.Now())
 	return slices.Contains(all, upstream) && !slices.ContainsFunc(all, func(other string) bool {
-		return other != upstream && drainOf(other) == nil
+		_, drains := p.draining(other)
+		return other != upstream && !drains
 	})
 }
 

@@ -224,6 +224,9 @@ func printStatus(w io.Writer, answer []byte) error {
 		drain := "-"
 		if u.Drain != nil {
 			drain = fmt.Sprintf("by %s since %s", u.Drain.By, u.Drain.Since.Local().Format(time.TimeOnly))
+			if len(u.Drain.Sites) > 0 {
+				drain += " in " + strings.Join(u.Drain.Sites, ", ")
+			}
 		}
 		fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%.0f\t%s\t%s\t%d\t%s\n", u.Address, u.Requests, u.hitRatio(), u.PendingRequests, u.PendingPrefillTokens,
 			known(u.CacheCapacityTokens, "%d"), u.prefillSpeed(), u.Generation, drain)

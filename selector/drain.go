@@ -116,7 +116,7 @@ func (p *Policy) drainsAny() bool { return len(p.drains.all()) > 0 || len(p.lear
 // endDrain ends the drains that no other configuration goes on with.
 func (p *Policy) endDrain() {
 	for _, upstream := range p.config.Drain {
-		if d := drainOf(upstream); d == nil || d.By != "config" {
+		if !slices.ContainsFunc(livePolicies(), func(other *Policy) bool { _, drains := other.drains.of(upstream); return drains }) {
 			p.learned.begun.end(upstream)
 		}
 	}
