@@ -97,7 +97,9 @@ func roomFor(n int) int { return max(smallSegment, (5*n+2)/3) }
 // waste.
 func space(size int) []entry {
 	e := append([]entry(nil), make([]entry, size)...)
-	return e[:cap(e)]
+	e = e[:cap(e)]
+	clear(e[size:]) // as no specification says it is
+	return e
 }
 
 // home returns where in a segment the entry of a hash belongs. The product's first
