@@ -263,7 +263,7 @@ func size(d *caddyfile.Dispenser) (int64, error) {
 func duration(d *caddyfile.Dispenser, option, value string) (caddy.Duration, error) {
 	duration, err := caddy.ParseDuration(value)
 	if err != nil || duration <= 0 {
-		return 0, d.Errf("invalid %s '%s': should be a duration such as 10s", option, value)
+		return 0, d.Errf("invalid %s '%s': should be a positive duration such as 10s", option, value)
 	}
 	return caddy.Duration(duration), nil
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -29,6 +30,8 @@ func readOption[C any](d *caddyfile.Dispenser, options map[string]option[C], see
 	case name == "{" && len(*seen) > 0:
 		last := (*seen)[len(*seen)-1]
 		return d.Errf("%s has no block: should be '%s'", last, usage(last, options[last].takes))
+	case !ok && handlers.MatchString(name):
+		return d.Errf("unrecognized option '%s': it is one of reverse_proxy and belongs outside of this block", name)
 	case !ok:
 		return d.Err(unrecognized(name, slices.Sorted(maps.Keys(options))))
 	case name != "ignore" && slices.Contains(*seen, name):
@@ -41,6 +44,9 @@ func readOption[C any](d *caddyfile.Dispenser, options map[string]option[C], see
 	}
 	return err
 }
+
+// handlers are options of reverse_proxy, one block further out.
+var handlers = regexp.MustCompile("^(lb_|health_|unhealthy_|header_|trusted_|(to|transport|dynamic|fail_duration|max_fails|flush_interval|request_buffers|response_buffers|stream_timeout|handle_response|replace_status|rewrite|method)$)")
 
 func usage(name, takes string) string { return strings.TrimSpace(name + " " + takes) }
 

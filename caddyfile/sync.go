@@ -28,6 +28,11 @@ func syncWith(d *caddyfile.Dispenser, c *selector.Config) error {
 	if len(r.Addresses) == 0 {
 		return errArgs
 	}
+	for _, address := range r.Addresses { // with its value it would pass for the nodes of a cluster
+		if _, ok := redisOptions[address]; ok {
+			return d.Errf("invalid address '%s' of sync: options belong into a block", address)
+		}
+	}
 	var seen []string
 	for d.NextBlock(1) {
 		if err := readOption(d, redisOptions, &seen, r); err != nil {

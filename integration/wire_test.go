@@ -53,10 +53,11 @@ func (s *site) fails(t *testing.T, addr string) int {
 }
 
 // Whatever a client does wrong, or slowly, it gets the status that it gets from
-// stock Caddy, and no upstream takes half a body for a whole one. Where a client's
-// connection fails amid its body, stock Caddy says 499, 502 or 504, as chance has
-// it, and counts the latter two as failures of the upstream. Ours always says 499
-// (client closed request), which no upstream is blamed for.
+// stock Caddy, no upstream takes half a body for a whole one, and none is blamed.
+// Where a client's connection fails amid its body, stock Caddy says 499, 502 or 504,
+// as chance has it, and counts the latter two as failures of the upstream, as it does
+// with its 502 where the body can't be read. Ours says 499 (client closed request)
+// and 400.
 func TestClientsMisbehave(t *testing.T) {
 	ok := func(w http.ResponseWriter, r *http.Request) { _, _ = fmt.Fprintf(w, "%s %s", r.Method, r.URL.Path) }
 	up, stockUp := newRecorder(t, ok), newRecorder(t, ok)
@@ -76,6 +77,9 @@ func TestClientsMisbehave(t *testing.T) {
 	type closeWrite struct{}
 	post := func(headers, body string) string {
 		return "POST " + chatPath + " HTTP/1.1\r\nHost: " + s.addr + "\r\nSide: %s\r\nContent-Type: application/json\r\n" + headers + "\r\n" + body
+	}
+	binary := func(headers, body string) string { // which passes without being held
+		return strings.Replace(post(headers, body), "application/json", "application/octet-stream", 1)
 	}
 	get := func(headers string) string {
 		return "GET /v1/models HTTP/1.1\r\nHost: " + s.addr + "\r\nSide: %s\r\n" + headers + "\r\n"
@@ -113,9 +117,14 @@ func TestClientsMisbehave(t *testing.T) {
 		{"length/with chunks", []any{post(length(10)+chunked+last, chunk(body)+"0\r\n\r\n")}, "", 1},
 		{"length/over the limit", []any{post(length(70_000)+last, words("x", 70_000))}, "", 1},
 		{"chunks/over the limit", []any{post(chunked+last, chunk(words("x", 70_000))+"0\r\n\r\n")}, "", 1},
-		{"chunks/garbage size", []any{post(chunked, "zz\r\n"+half)}, "", 1},
-		{"chunks/garbage after one", []any{post(chunked, chunk(half)+"garbage\r\n\r\n")}, "", 1},
-		{"chunks/size too large", []any{post(chunked, "ffffffffffffffffff\r\n"+half)}, "", 1},
+		{"chunks/garbage size", []any{post(chunked, "zz\r\n"+half)}, "400", 1},
+		{"chunks/garbage after one", []any{post(chunked, chunk(half)+"garbage\r\n\r\n")}, "400", 1},
+		{"chunks/size too large", []any{post(chunked, "ffffffffffffffffff\r\n"+half)}, "400", 1},
+		{"binary/sound", []any{binary(chunked+last, chunk(body)+"0\r\n\r\n")}, "200", 1},
+		{"binary/garbage size", []any{binary(chunked, chunk(half)+"zz\r\n"+half)}, "400", 1},
+		{"binary/over the limit", []any{binary(chunked+last, chunk(words("x", 70_000))+"0\r\n\r\n")}, "", 1},
+		{"stops/binary", []any{binary(length(len(body)), half)}, "", 1},
+		{"leaves/binary", []any{binary(length(len(body)), half), closeWrite{}}, "", 1},
 		{"chunks/unknown coding", []any{post("Transfer-Encoding: gzip, chunked\r\n", chunk(half))}, "501", 1},
 		{"continue/sent when asked", []any{post("Expect: 100-continue\r\n"+length(len(body))+last, ""), 50 * time.Millisecond, body}, "100 100 200", 1},
 		{"continue/sent at once", []any{post("Expect: 100-continue\r\n"+length(len(body))+last, body)}, "", 1},
@@ -124,7 +133,7 @@ func TestClientsMisbehave(t *testing.T) {
 		{"pipelined/three", []any{post(length(len(body)), body) + post(chunked, chunk(body)+"0\r\n\r\n") + post(length(len(body))+last, body)}, "200 200 200", 3},
 		{"pipelined/mixed", []any{get("") + post(length(len(body)), body) + get(last)}, "200 200 200", 3},
 		{"pipelined/in pieces", []any{post(length(len(body)), half), 20 * time.Millisecond, body[1000:] + get("")[:10], 20 * time.Millisecond, get("")[10:] + get(last)}, "200 200 200", 3},
-		{"pipelined/the second broken", []any{post(length(len(body)), body) + post(chunked, "zz\r\n"+half)}, "", 2},
+		{"pipelined/the second broken", []any{post(length(len(body)), body) + post(chunked, "zz\r\n"+half)}, "200 400", 2},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			send := func(side string) []string {
@@ -168,12 +177,13 @@ func TestClientsMisbehave(t *testing.T) {
 			for _, one := range stock {
 				switch {
 				case slices.Equal(one, final(ours)):
+				case strings.HasSuffix(test.want, "400") && strings.Join(one, " ") == strings.Replace(test.want, "400", "502", 1):
 				case failed && slices.Equal(final(ours), []string{"499"}) && len(one) == 1 && slices.Contains([]string{"502", "504"}, one[0]):
 				default:
 					t.Errorf("statuses %q, from stock Caddy %q", ours, one)
 				}
 			}
-			if n := s.fails(t, up.addr()) - fails; failed && n > 0 {
+			if n := s.fails(t, up.addr()) - fails; n > 0 {
 				t.Errorf("the upstream is blamed %d times", n)
 			}
 			s.settled(t)
@@ -183,6 +193,40 @@ func TestClientsMisbehave(t *testing.T) {
 					t.Errorf("an upstream took %d bytes for a body", len(got))
 				}
 			}
+		})
+	}
+}
+
+// What is wrong with a body beyond max_body, which is not held, is no upstream's
+// fault either.
+func TestClientsMisbehaveLate(t *testing.T) {
+	up := newRecorder(t, func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
+	s := newSite(t, up.addr(), policy("max_body 4KiB")+"\n\t\tlb_retries 2\n\t\tfail_duration 1h\n\t\tmax_fails 1000000")
+	body := chat(false, words("late", 100_000))
+	head := "POST " + chatPath + " HTTP/1.1\r\nHost: " + s.addr + "\r\nContent-Type: application/json\r\n"
+	for _, test := range []struct{ name, request, want string }{
+		{"announced/whole", head + fmt.Sprintf("Content-Length: %d\r\n\r\n%s", len(body), body), "204"},
+		{"announced/cut", head + fmt.Sprintf("Content-Length: %d\r\n\r\n%s", 2*len(body), body), "499"},
+		{"chunked/cut", head + fmt.Sprintf("Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n", len(body), body), "499"},
+		{"chunked/garbage", head + fmt.Sprintf("Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\nzz\r\n", len(body), body), "400"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			c, err := net.Dial("tcp", s.addr)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			_, _ = io.WriteString(c, test.request) // the server may have had enough
+			if test.want == "499" {
+				_ = c.(*net.TCPConn).CloseWrite()
+			}
+			if got := strings.Join(statuses(c, 1), " "); got != test.want {
+				t.Errorf("status %q, want %q", got, test.want)
+			}
+			if n := s.fails(t, up.addr()); n > 0 {
+				t.Errorf("the upstream is blamed %d times", n)
+			}
+			s.settled(t)
 		})
 	}
 }

@@ -6,13 +6,15 @@ import (
 )
 
 const (
-	// ignoreWindow is how much text Config.Ignore is matched against at once.
-	// Windows end after a line where they can.
-	ignoreWindow = 4 << 10
+	// ignoreWindow is how much text Config.Ignore is matched against at once, and
+	// ignoreLongest of it belongs to the next window, too: a match of that length is
+	// found wherever it is. Windows begin after a line where they can.
+	ignoreWindow  = 4 << 10
+	ignoreLongest = 1 << 10
 
 	// ignoreMost is how many matches of Config.Ignore are left out of one
 	// prompt. A pattern may have to read a whole window for each match, so
-	// this bounds the work on a prompt to its length plus 1 MiB.
+	// this bounds the work on a prompt to twice its length plus 1 MiB.
 	ignoreMost = 256
 )
 
@@ -32,11 +34,14 @@ func (g *ignorer) reset(pattern *regexp.Regexp) {
 func (g *ignorer) write(c *chain, raw []byte, cut bool) {
 	g.text = appendDecoded(g.text[:0], raw, cut)
 	for text := g.text; len(text) > 0; {
-		window := text[:windowEnd(text)]
-		text = text[len(window):]
+		window := text[:min(len(text), ignoreWindow)]
+		end := next(text)
+		from := 0
 		if g.left > 0 {
-			from := 0
 			for _, match := range g.pattern.FindAllIndex(window, g.left) {
+				if match[0] >= end {
+					break
+				}
 				if match[1] > match[0] {
 					c.write(window[from:match[0]])
 					from = match[1]
@@ -44,19 +49,22 @@ func (g *ignorer) write(c *chain, raw []byte, cut bool) {
 					g.matched = true
 				}
 			}
-			window = window[from:]
 		}
-		c.write(window)
+		end = max(end, from)
+		c.write(window[from:end])
+		text = text[end:]
 	}
 }
 
-// windowEnd returns the length of the window that text begins with.
-func windowEnd(text []byte) int {
+// next returns where the window after the first one of a text begins, unless a match
+// ends later.
+func next(text []byte) int {
 	if len(text) <= ignoreWindow {
 		return len(text)
 	}
-	if line := bytes.LastIndexByte(text[:ignoreWindow], '\n'); line >= 0 {
-		return line + 1
+	const least, most = ignoreWindow / 2, ignoreWindow - ignoreLongest
+	if line := bytes.LastIndexByte(text[least:most], '\n'); line >= 0 {
+		return least + line + 1
 	}
-	return ignoreWindow
+	return most
 }

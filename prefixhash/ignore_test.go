@@ -50,6 +50,39 @@ func TestIgnore(t *testing.T) {
 	}
 }
 
+// A match is found wherever it stands in a text.
+func TestIgnoreAnywhere(t *testing.T) {
+	at := func(offset int, match, line string) string {
+		return `{"prompt":"` + strings.Repeat("x", offset%7) + strings.Repeat(line, offset/len(line)+1)[:offset] + match + strings.Repeat("and the rest ", 1000) + `"}`
+	}
+	for _, c := range []struct{ name, line string }{
+		{"text/one line", "abcd"},
+		{"text/lines", "some words in a line \\n"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for around := 0; around < 20_000; around += ignoreWindow / 4 {
+				for offset := max(around-24, 0); offset < around+24; offset++ {
+					if c.line != "abcd" && strings.HasSuffix(strings.Repeat(c.line, offset/len(c.line)+1)[:offset], `\`) {
+						continue
+					}
+					a, b := ignoring(t, `nonce=[0-9a-f]+;`, at(offset, "nonce=1111aaaa;", c.line)), ignoring(t, `nonce=[0-9a-f]+;`, at(offset, "nonce=2222bbbbcc;", c.line))
+					if !slices.Equal(a.Blocks, b.Blocks) {
+						t.Fatalf("a match at %d counts", offset)
+					}
+				}
+			}
+		})
+	}
+	t.Run("long", func(t *testing.T) {
+		for offset := 3000; offset < 9000; offset += 10 {
+			a, b := ignoring(t, `<[^>]*>`, at(offset, "<"+strings.Repeat("1", ignoreLongest-2)+">", "abcd")), ignoring(t, `<[^>]*>`, at(offset, "<2>", "abcd"))
+			if !slices.Equal(a.Blocks, b.Blocks) {
+				t.Fatalf("a match of %d bytes at %d counts", ignoreLongest, offset)
+			}
+		}
+	})
+}
+
 func TestIgnoreLimits(t *testing.T) {
 	lines := func(n int, line string) string {
 		return `{"prompt":"` + strings.Repeat(line+`\n`, n) + `"}`

@@ -47,7 +47,7 @@ const DefaultBlockBytes = 256
 // KeyVersion goes into every hash. It is raised whenever the same body and
 // Config give other hashes than before, so that hashes kept across an upgrade
 // match nothing instead of something else.
-const KeyVersion = 1
+const KeyVersion = 2
 
 // Config shapes the hashes: two keys can agree only if made with equal Configs.
 type Config struct {

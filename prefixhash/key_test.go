@@ -526,7 +526,7 @@ func TestScopeAndSeed(t *testing.T) {
 // purpose, raise KeyVersion.
 func TestHashesAreStable(t *testing.T) {
 	k := sum(t, chat, `{"model":"m","tools":[{"name":"f"}],"messages":[{"role":"user","content":[{"type":"text","text":"Hello, world"},{"type":"image_url","image_url":{"url":"data:,A"}}]}]}`)
-	want := []Block{{0xdba0cd092111e9ff, 0x3}, {0xa0f04532d66e3b8, 0x13}, {0xc78ede24dc6b8743, 0x1016}}
+	want := []Block{{0x28202bb64dadaf7e, 0x3}, {0xcce15d26574a60bc, 0x13}, {0x810dd754400b64d, 0x1016}}
 	if !slices.Equal(k.Blocks, want) {
 		t.Errorf("got %#v", k.Blocks)
 	}

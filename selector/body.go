@@ -22,7 +22,7 @@ type held struct {
 	err   error         // how reading ended, io.EOF where the body is whole
 	tail  io.ReadCloser // what was not read; it can be read once only
 	taken atomic.Bool   // an attempt has begun to read the tail
-	cut   atomic.Bool   // the client failed to send it all
+	cut   failure       // the client's, to send the tail
 	refs  atomic.Int32
 	lent  atomic.Bool // first is in use
 	first attemptBody // most requests need no other
@@ -34,10 +34,43 @@ func (h *held) whole() bool { return h.err == io.EOF }
 // empty reports whether the body had nothing in it.
 func (h *held) empty() bool { return h.whole() && len(h.bytes) == 0 }
 
-// broken reports whether the client failed to send its whole body, so that no
-// upstream is to blame.
-func (h *held) broken() bool {
-	return h != nil && (h.cut.Load() || h.err != nil && h.err != io.EOF)
+// broken returns why the client's whole body can't be had, so that no upstream is to
+// blame; nil: it can, as far as is known.
+func (h *held) broken() error {
+	if h.err != nil && !h.whole() {
+		return h.err
+	}
+	return h.cut.get()
+}
+
+// failure keeps the first error of reading a body.
+type failure struct{ first atomic.Pointer[error] }
+
+func (f *failure) note(err error) {
+	// What is read after the transport closed the body is nobody's failure.
+	if err != nil && err != io.EOF && !errors.Is(err, http.ErrBodyReadAfterClose) {
+		f.first.CompareAndSwap(nil, &err)
+	}
+}
+
+func (f *failure) get() error {
+	if err := f.first.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// passingBody is a body that is not held, on its way to the upstream.
+type passingBody struct {
+	io.ReadCloser
+
+	cut failure
+}
+
+func (b *passingBody) Read(p []byte) (int, error) {
+	n, err := b.ReadCloser.Read(p)
+	b.cut.note(err)
+	return n, err
 }
 
 // retain adds a holder; false means that the bytes are gone.
@@ -144,9 +177,7 @@ func (b *attemptBody) Read(p []byte) (int, error) {
 	h.taken.Store(true) // under the lock, so that revoke can't miss it
 	b.mu.Unlock()
 	n, err := h.tail.Read(p)
-	if err != nil && err != io.EOF {
-		h.cut.Store(true)
-	}
+	h.cut.note(err)
 	return n, err
 }
 

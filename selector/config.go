@@ -117,7 +117,8 @@ type Config struct {
 	Scope string `json:"scope,omitempty"`
 
 	// Volatile text that is left out when prompts are compared, as regular
-	// expressions (RE2). The request itself is not changed.
+	// expressions (RE2): up to 256 times in a prompt, and up to 1 KiB each time. The
+	// request itself is not changed.
 	Ignore []string `json:"ignore,omitempty"`
 
 	// A secret from which the hashes start. Several Caddys that serve the same

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -139,13 +140,26 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 		ask.Header[orcaRequest] = []string{o.policy.config.ORCA}
 		req = &ask
 	}
+	broken := func() error { return nil }
+	switch {
+	case q.content != nil:
+		broken = q.held.broken
+	case req.Body != nil && req.Body != http.NoBody:
+		passing := *req
+		body := &passingBody{ReadCloser: req.Body}
+		passing.Body, broken = body, body.cut.get
+		req = &passing
+	}
 	res, err := o.RoundTripper.RoundTrip(req)
 	if err != nil {
-		outcome := affinity.Lost
-		if req.Context().Err() != nil || errors.Is(err, context.Canceled) || q.content != nil && q.held.broken() {
+		spoilt, outcome := broken(), affinity.Lost
+		if req.Context().Err() != nil || errors.Is(err, context.Canceled) || spoilt != nil {
 			outcome = affinity.Aborted
 		}
 		attempt.Finish(time.Now(), outcome, 0)
+		if spoilt != nil {
+			return answerSpoilt(req, spoilt)
+		}
 		return res, err
 	}
 	o.readLoad(q, res)
@@ -160,6 +174,31 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	o.watch(q, attempt, res)
 	return res, nil
+}
+
+// answerSpoilt answers a request whose body the client failed to send. For Caddy an
+// error of the transport is the upstream's, which two bad requests could so put out
+// of use for all.
+func answerSpoilt(req *http.Request, body error) (*http.Response, error) {
+	status := http.StatusBadRequest
+	var refused caddyhttp.HandlerError
+	var network net.Error
+	switch {
+	case errors.As(body, &refused) && refused.StatusCode != 0: // it is longer than request_body allows, say
+		status = refused.StatusCode
+	case errors.Is(body, io.ErrUnexpectedEOF), errors.As(body, &network), req.Context().Err() != nil:
+		return nil, fmt.Errorf("%w: the client has not sent its whole body: %w", context.Canceled, body) // Caddy says 499
+	}
+	return &http.Response{
+		Status:     fmt.Sprintf("%d %s", status, http.StatusText(status)),
+		StatusCode: status,
+		Proto:      "HTTP/1.1",
+		ProtoMajor: 1,
+		ProtoMinor: 1,
+		Header:     http.Header{},
+		Body:       http.NoBody,
+		Request:    req,
+	}, nil
 }
 
 // requestOf finds the policy's request that was sent last in this request's
