@@ -225,7 +225,7 @@ func (x *Index) decide(s *scratch, now time.Time, key *prefixhash.Key, cands []C
 	if len(chain) == 0 && key.Session == 0 && key.Previous == 0 {
 		f.mu.Lock()
 		f.join(cands, now)
-		return Choice{Candidate: leastBusy(cands), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
+		return Choice{Candidate: leastBusy(cands, now), Reason: NoKey, PromptTokens: int(prompt), Holder: -1}
 	}
 	x.look(now, s, chain, cands, rule)
 	views := s.views
@@ -327,6 +327,7 @@ func (s *scratch) look(now time.Time, v *view, chain []prefixhash.Block, rule *R
 	}
 	s.spans = v.table.spans(s.spans, &r.order, chain, guess)
 	v.held = match(s.spans, chain, r.capacity)
+	v.goes = v.held > 0 && v.held == known(s.spans) && r.order.runs.at(s.spans[len(s.spans)-1].slot).end == chain[v.held-1].End
 	v.seen = r.load.brought
 	r.mu.Unlock()
 	v.blocks = known(s.spans)
@@ -341,7 +342,7 @@ func (x *Index) choose(views []view, cands []Candidate, g *group, key *prefixhas
 	case stored >= 0 && views[stored].usable:
 		c.Candidate, c.Reason = stored, Session
 	case len(key.Blocks) == 0:
-		c.Candidate, c.Reason = leastBusy(cands), NoKey
+		c.Candidate, c.Reason = leastBusy(cands, now), NoKey
 		if session >= 0 && views[session].usable && views[session].inFlight <= views[c.Candidate].inFlight+1 {
 			c.Candidate, c.Reason = session, Session
 		}

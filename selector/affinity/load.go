@@ -2,6 +2,7 @@ package affinity
 
 import (
 	"math"
+	"slices"
 	"time"
 
 	"github.com/prefix-affinity/caddy/prefixhash"
@@ -92,6 +93,7 @@ type load struct {
 type penalty struct {
 	tokens float64
 	failed float64 // of them, where the connection did
+	lost   int     // connections that did
 	until  time.Time
 }
 
@@ -219,14 +221,16 @@ func (l *load) punish(tokens float64, failed bool, now time.Time, d time.Duratio
 	if d <= 0 {
 		d = penaltyTime
 	}
+	l.pardon(now)
 	p := penalty{tokens: tokens, until: now.Add(d)}
 	if failed {
-		p.failed = tokens
+		p.failed, p.lost = tokens, 1
 	}
 	if n := len(l.penalties); n == penalties {
 		last := &l.penalties[n-1]
 		p.tokens += last.tokens
 		p.failed += last.failed
+		p.lost += last.lost
 		if last.until.After(p.until) {
 			p.until = last.until
 		}
@@ -336,17 +340,16 @@ func (l *load) pending(rate float64, now time.Time) float64 {
 		work -= min(max(now.Sub(l.since).Seconds(), 0)*rate, l.first.uncached)
 	}
 	work = max(work, 0)
-	if len(l.penalties) > 0 {
-		kept := l.penalties[:0]
-		for _, p := range l.penalties {
-			if now.Before(p.until) {
-				work += p.tokens
-				kept = append(kept, p)
-			}
-		}
-		l.penalties = kept
+	l.pardon(now)
+	for _, p := range l.penalties {
+		work += p.tokens
 	}
 	return work + l.foreign(rate, now)
+}
+
+// pardon drops the penalties that are over.
+func (l *load) pardon(now time.Time) {
+	l.penalties = slices.DeleteFunc(l.penalties, func(p penalty) bool { return !now.Before(p.until) })
 }
 
 // failed is what of the work pending is there only because connections failed.
@@ -356,6 +359,16 @@ func (l *load) failed() (work float64) {
 		work += p.failed
 	}
 	return work
+}
+
+// lost is how many connections failed lately.
+func (l *load) lost(now time.Time) (n int) {
+	for _, p := range l.penalties {
+		if now.Before(p.until) {
+			n += p.lost
+		}
+	}
+	return n
 }
 
 // filled is the uncached work given lately, decayed over one capacity.

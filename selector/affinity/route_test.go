@@ -411,6 +411,52 @@ func TestReasons(t *testing.T) {
 			t.Errorf("%+v", c)
 		}
 	})
+	t.Run("drained/its system prompt draws nobody there", func(t *testing.T) {
+		x := newFixture(2)
+		system := series(1, 100)
+		talk := func(c, turns int) *prefixhash.Key {
+			return keyOf(append(slices.Clone(system), series(c, 3*turns)...)...)
+		}
+		at := x.serve(talk(2, 1)).Candidate
+		x.cands[at].State = Drained
+		if c := x.serve(talk(3, 1)); c.Candidate == at || c.Reason != Unhealthy {
+			t.Errorf("a new conversation: %+v", c)
+		}
+		for turns := 2; turns < 5; turns++ {
+			if c := x.serve(talk(2, turns)); c.Candidate != at || c.Reason != Affinity {
+				t.Errorf("turn %d of the one that was there: %+v", turns, c)
+			}
+		}
+	})
+	// What little work a short prompt is must not make a replica that can't be
+	// reached look like the others.
+	t.Run("cold/connection failed lately", func(t *testing.T) {
+		for _, key := range []func(i int) *prefixhash.Key{
+			func(i int) *prefixhash.Key { return keyOf(series(i+1, 2)...) },
+			func(i int) *prefixhash.Key { k := keyOf(series(i+1, 2)...); k.Session = 77; return k },
+			func(int) *prefixhash.Key { return keyOf() },
+			func(int) *prefixhash.Key { return nil },
+		} {
+			x := newFixture(2)
+			failed := 0
+			for i := range 20 {
+				c, a := x.route(key(i))
+				a.Begin(x.now)
+				if c.Candidate == 0 {
+					failed++
+					a.Finish(x.now, Lost, 0)
+				} else {
+					a.Confirm(x.now, true)
+					a.FirstOutput(x.now)
+					a.Finish(x.now, Served, 0)
+				}
+				x.now = x.now.Add(90 * time.Millisecond)
+			}
+			if failed > 1 {
+				t.Errorf("%d requests within 2 s went to a replica that can't be reached", failed)
+			}
+		}
+	})
 	t.Run("session/short prompt", func(t *testing.T) {
 		x := newFixture(4)
 		k := keyOf(1)

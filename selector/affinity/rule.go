@@ -34,6 +34,7 @@ type view struct {
 	inFlight int
 	blocks   int     // known of the prompt
 	held     int     // those of them believed cached
+	goes     bool    // on from where another prompt ended there: a conversation's next turn
 	matched  uint32  // and their bytes
 	seen     uint64  // load.brought when that was looked up
 	limit    float64 // Replica.limit
@@ -145,6 +146,9 @@ func least(views []view, minMatch uint32, session int, agree bool, tie func(i in
 	lowest, floor := views[best].cost, views[best].matched
 	within := func(i int, allowance float64) bool {
 		v := &views[i]
+		if v.failed > views[best].failed { // where connections fail, the small difference that it makes counts
+			allowance = min(allowance, equal)
+		}
 		return v.usable && v.cost <= lowest+allowance && (v.matched >= floor || floor < minMatch)
 	}
 	if session >= 0 && within(session, stay) {
@@ -206,8 +210,9 @@ func unknown(chain []prefixhash.Block, views []view) uint64 {
 }
 
 // admit decides which candidates may be chosen: the available ones, and the
-// drained where they hold more than any of these or have the session or the
-// stored response; if there are none the drained, then those that failed.
+// drained where they hold more than any of these of a conversation that goes on, or
+// have the session or the stored response; if there are none the drained, then those
+// that failed.
 func admit(views []view, cands []Candidate, minMatch uint32, session, stored int) {
 	var held uint32
 	for i := range views {
@@ -218,7 +223,7 @@ func admit(views []view, cands []Candidate, minMatch uint32, session, stored int
 	any := false
 	for i := range views {
 		v := &views[i]
-		v.usable = cands[i].State == Available || cands[i].State == Drained && (v.matched >= held+minMatch || i == session || i == stored)
+		v.usable = cands[i].State == Available || cands[i].State == Drained && (v.goes && v.matched >= held+minMatch || i == session || i == stored)
 		any = any || v.usable
 	}
 	for _, s := range [...]State{Drained, Failed} {
@@ -233,10 +238,10 @@ func admit(views []view, cands []Candidate, minMatch uint32, session, stored int
 	}
 }
 
-// leastBusy chooses for a request that nothing is known of: the fewest in
-// flight, and of equals the one whose turn it is; -1 if none is available.
+// leastBusy chooses for a request that nothing is known of: the fewest in flight or
+// lost lately, and of equals the one whose turn it is; -1 if none is available.
 // Fleet.mu is held.
-func leastBusy(cands []Candidate) int {
+func leastBusy(cands []Candidate, now time.Time) int {
 	best, fewest, last, state := -1, 0, uint64(0), Unavailable
 	for i := range cands {
 		c := &cands[i]
@@ -244,7 +249,7 @@ func leastBusy(cands []Candidate) int {
 			continue
 		}
 		l := &c.Replica.load
-		n := max(l.inFlight, c.InFlight)
+		n := max(l.inFlight, c.InFlight) + l.lost(now)
 		if c.State < state || n < fewest || n == fewest && l.turn < last {
 			best, fewest, last, state = i, n, l.turn, c.State
 		}
