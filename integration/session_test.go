@@ -16,7 +16,13 @@ import (
 // asSession sends a body with a session header and returns what was decided.
 func (s *site) asSession(t *testing.T, header, id, path, body string) string {
 	t.Helper()
-	req, err := http.NewRequest(http.MethodPost, s.URL+path, strings.NewReader(body))
+	return s.explained(t, http.MethodPost, header, id, path, body)
+}
+
+// explained returns how a request was decided.
+func (s *site) explained(t *testing.T, method, header, id, path, body string) string {
+	t.Helper()
+	req, err := http.NewRequest(method, s.URL+path, strings.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -155,6 +161,23 @@ func storedAnswersGoBack(t *testing.T, api storing, stream bool) {
 	if api.bare != "" {
 		if bare := ask(api.bare, first); chosen(bare) != addrs[at[0]] || !strings.HasPrefix(bare, "session;") {
 			t.Errorf("a follow-up without input: %s", bare)
+		}
+	}
+	// Whatever is done with one is done there.
+	if api.path == "/v1/responses" {
+		for _, r := range []struct{ method, path, body string }{
+			{http.MethodGet, "", ""},
+			{http.MethodDelete, "", ""},
+			{http.MethodGet, "/input_items", ""},
+			{http.MethodPost, "/cancel", ""},
+			{http.MethodPost, "/cancel", "{}"},
+		} {
+			for range 3 {
+				explanation := s.explained(t, r.method, "", "", api.path+"/"+first+r.path, r.body)
+				if chosen(explanation) != addrs[at[0]] || !strings.HasPrefix(explanation, "session;") {
+					t.Errorf("%s of %s: %s", r.method, r.path, explanation)
+				}
+			}
 		}
 	}
 	ups[at[0]].Close()

@@ -346,7 +346,7 @@ func (t *tappedBody) learnID() {
 	if id := t.tap.ResponseID(); id != nil {
 		t.known = true
 		p := t.q.policy
-		p.learned.index.Learn(p.hasher().ID(t.q.tenant(), string(id)), t.attempt.Replica())
+		p.learned.index.Learn(p.hasher().ID(t.q.scope, string(id)), t.attempt.Replica())
 	}
 }
 

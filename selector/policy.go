@@ -246,11 +246,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 			return p.fallBack(pool, s.candidates, r, w)
 		}
 	}
-	var key *prefixhash.Key
-	if q.content != nil && q.blocks != nil {
-		key = &q.key
-	}
-	choice, attempt := p.learned.index.Route(now, key, s.candidates, p.currentRule(), fallback)
+	choice, attempt := p.learned.index.Route(now, q.routingKey(), s.candidates, p.currentRule(), fallback)
 	if choice.Candidate < 0 {
 		return nil
 	}

@@ -1,6 +1,7 @@
 package selector
 
 import (
+	"cmp"
 	"context"
 	"mime"
 	"net/http"
@@ -40,6 +41,8 @@ type request struct {
 	before *request    // on the trail
 	stop   func() bool // takes back the watch for the request's end; nil: there is none
 	cause  string      // keyed, or why there is no key
+	scope  string      // the tenant
+	stored uint64      // the hash of the response that the path names; 0: none
 
 	mu       sync.Mutex
 	*content          // nil: the body is left as it came
@@ -57,7 +60,6 @@ type request struct {
 
 // content is what was read of a request. Its request's lock guards it.
 type content struct {
-	scope  string // the request's tenant
 	key    prefixhash.Key
 	blocks *[]prefixhash.Block // the key's memory, pooled; nil: there is no key
 	held   *held               // mine, or that of a request before
@@ -122,11 +124,14 @@ func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 	if q.content != nil {
 		q.readKey()
 	}
+	if id := storedResponse(r.URL.Path); id != "" && q.resolveScope() {
+		q.stored = p.hasher().ID(q.scope, id)
+	}
 	p.notices.body(p.logger, q.cause, time.Now)
 	if q.cause != keyed {
 		metrics.withoutKey(q.cause)
 	}
-	if q.content != nil || p.observer == nil {
+	if q.content != nil || q.stored != 0 || p.observer == nil {
 		q.watchEnd()
 	}
 	return q
@@ -188,12 +193,31 @@ func (q *request) inherit() {
 	}
 }
 
-// tenant returns the request's scope, as far as it was asked for.
-func (q *request) tenant() string {
-	if q.content == nil {
+// routingKey returns what the request can be routed by, nil if there is nothing.
+func (q *request) routingKey() *prefixhash.Key {
+	switch {
+	case q.content != nil && q.blocks != nil:
+		q.key.Previous = cmp.Or(q.key.Previous, q.stored)
+		return &q.key
+	case q.stored != 0:
+		return &prefixhash.Key{Stream: true, Previous: q.stored}
+	}
+	return nil
+}
+
+// storedResponse returns the id of the response that a path asks for, cancels or
+// deletes, or "": the upstream that made it has it.
+func storedResponse(path string) string {
+	_, id, ok := strings.Cut(path, "/v1/responses/")
+	if !ok {
 		return ""
 	}
-	return q.scope
+	id, what, _ := strings.Cut(id, "/")
+	switch {
+	case what != "" && what != "cancel" && what != "input_items", id == "input_tokens", id == "compact":
+		return ""
+	}
+	return id
 }
 
 // resolveScope finds the request's tenant; false means that nobody can tell.

@@ -143,3 +143,31 @@ func TestUnwanted(t *testing.T) {
 		end()
 	}
 }
+
+func TestStoredResponse(t *testing.T) {
+	for path, want := range map[string]string{
+		"/v1/responses":                       "",
+		"/v1/responses/":                      "",
+		"/v1/responses/resp_1":                "resp_1",
+		"/team/a/v1/responses/resp_1/":        "resp_1",
+		"/v1/responses/resp_1/cancel":         "resp_1",
+		"/v1/responses/resp_1/input_items":    "resp_1",
+		"/v1/responses/resp_1/input_items/x":  "",
+		"/v1/responses/input_tokens":          "", // counts those of its body
+		"/v1/responses/compact":               "",
+		"/v1/chat/completions/chatcmpl_1":     "",
+		"/v1/responses/resp_1/something/else": "",
+		"/v1/responses//cancel":               "",
+		"/v1/responsesandmore/resp_1":         "",
+		"/responses/resp_1":                   "",
+		"/v1/responses/a%2Fb":                 "a%2Fb",
+		"/v1/responses/resp_1/cancel/v1/":     "",
+		"/v1/responses/v1/responses/resp_1":   "",
+		"/v1/responses/resp_1/v1/responses/x": "",
+		"":                                    "",
+	} {
+		if got := storedResponse(path); got != want {
+			t.Errorf("'%s': '%s', want '%s'", path, got, want)
+		}
+	}
+}
