@@ -398,7 +398,7 @@ func TestDrainOfAll(t *testing.T) {
 				warnings++
 			}
 			log, err := s.Log()
-			if n := strings.Count(log, "all upstreams are drained, so they get new prefixes all the same"); err != nil || n != warnings {
+			if n := strings.Count(log, "all upstreams are drained, so they get new conversations all the same"); err != nil || n != warnings {
 				t.Errorf("%v, %d warnings, want %d", err, n, warnings)
 			}
 			before := fleet[0].Stats().Requests

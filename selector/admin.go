@@ -453,7 +453,7 @@ func (p *Policy) upstreams(now time.Time) []string {
 }
 
 // lastOne reports whether upstream is the only one of the policy's upstreams
-// that gets new prefixes.
+// that gets new conversations.
 func (p *Policy) lastOne(upstream string) bool {
 	all := p.upstreams(time.Now())
 	return slices.Contains(all, upstream) && !slices.ContainsFunc(all, func(other string) bool {

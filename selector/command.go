@@ -43,7 +43,7 @@ lookup shows which upstreams are believed to hold the beginning of the prompt in
 a request body, read from a file or, for -, from standard input. It fails where
 the body has no prompt to go by.
 
-drain keeps new prefixes away from an upstream; conversations that it holds stay
+drain keeps new conversations away from an upstream; conversations that it holds stay
 until they end or the policy's drain_timeout has passed. undrain ends that.
 
 forget drops everything that an upstream is believed to hold, as after a restart
@@ -68,7 +68,7 @@ taken for that of the others: if they are not, its answers show it.`,
 				}),
 				uiCommand(),
 				lookupCommand(),
-				upstreamCommand("drain", "Keeps new prefixes away from an upstream", "draining '%s'\n"),
+				upstreamCommand("drain", "Keeps new conversations away from an upstream", "draining '%s'\n"),
 				upstreamCommand("undrain", "Ends the drain of an upstream", "'%s' is drained no more\n"),
 				upstreamCommand("forget", "Forgets what an upstream is believed to hold", "forgot what '%s' holds\n"),
 			)

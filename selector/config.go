@@ -137,7 +137,7 @@ type Config struct {
 	// Default is 2,097,152.
 	IndexSize int `json:"index_size,omitempty"`
 
-	// Upstreams, by address as host:port, that get no new prefixes: conversations
+	// Upstreams, by address as host:port, that get no new conversations: conversations
 	// that they hold stay until they end or drain_timeout has passed. Where no other
 	// upstream is available they get everything all the same. For draining without a
 	// change of the configuration use the admin API.

@@ -12,7 +12,7 @@ import (
 	"go.uber.org/zap"
 )
 
-// drains are the upstreams that get no new prefixes, and since when. One that
+// drains are the upstreams that get no new conversations, and since when. One that
 // drains keeps the conversations that it holds until drain_timeout has passed.
 // There is one set for the process, changed through the admin API, and one in
 // each configuration, which that can't change.
@@ -106,7 +106,7 @@ func (p *Policy) warnDrained() {
 	if len(dials) == 0 || slices.ContainsFunc(dials, func(upstream string) bool { _, drains := p.draining(upstream); return !drains }) {
 		return
 	}
-	p.logger.Warn("all upstreams are drained, so they get new prefixes all the same: there is no other for them to go to",
+	p.logger.Warn("all upstreams are drained, so they get new conversations all the same: there is no other for them to go to",
 		zap.Strings("upstreams", dials))
 }
 
