@@ -361,6 +361,12 @@ func TestDrainInOneSite(t *testing.T) {
 	if status := s.admin(t, http.MethodPost, "drain?upstream="+first, "", &answer); status != http.StatusOK || answer.By != "api" || fresh() {
 		t.Errorf("it can't be drained everywhere: status %d, %+v", status, answer)
 	}
+	var refused struct {
+		Error string `json:"error"`
+	}
+	if status := s.admin(t, http.MethodPost, "drain?upstream="+fleet[1].Addr(), "", &refused); status != http.StatusConflict || !strings.Contains(refused.Error, "is the last one that is not drained in 127.0.0.1") {
+		t.Errorf("draining the last one: status %d, %q", status, refused.Error)
+	}
 	if status := s.admin(t, http.MethodPost, "undrain?upstream="+first, "", &struct{}{}); status != http.StatusOK || shown().By != "config" {
 		t.Errorf("status %d, it is drained by %+v", status, shown())
 	}

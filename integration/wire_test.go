@@ -300,7 +300,7 @@ func TestHTTP2ClientsMisbehave(t *testing.T) {
 				return ends[1] + ", then " + ends[3]
 			}
 			ours, stock := send("ours"), send("stock")
-			if ours != stock {
+			if want := strings.Replace(stock, "502", "400", 1); ours != want { // it is the client's fault: see TestClientsMisbehave
 				t.Errorf("%q, from stock Caddy %q", ours, stock)
 			}
 			t.Logf("%q", ours)

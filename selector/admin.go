@@ -429,12 +429,20 @@ func drain(r *http.Request) (any, error) {
 	if force != "true" {
 		for _, p := range livePolicies() {
 			if p.lastOne(upstream) {
-				return nil, apiError(http.StatusConflict, "upstream '%s' is the last one that is not drained: %s to drain it all the same", upstream, useForce)
+				return nil, apiError(http.StatusConflict, "upstream '%s' is the last one that is not drained%s: %s to drain it all the same", upstream, in(p.sites()), useForce)
 			}
 		}
 	}
 	currentDrains().set(upstream, time.Now())
 	return drainOf(upstream), nil
+}
+
+// in names sites, where there is one of several.
+func in(sites []string) string {
+	if len(sites) == 0 || len(livePolicies()) == 1 {
+		return ""
+	}
+	return " in " + strings.Join(sites, ", ")
 }
 
 // upstreams returns the addresses of the policy's upstreams. Those that are found

@@ -7,7 +7,8 @@ import "github.com/prefix-affinity/caddy/prefixhash"
 // by the hash's leading bits into segments that grow and split one at a time
 // (extendible hashing), so that no insertion rehashes more than one segment.
 //
-// It goes by the first 40 bits of a hash: with ten million blocks, one lookup of
+// It goes by the first 40 bits of a hash, which are as good as any of those that
+// package prefixhash makes: with ten million blocks, one lookup of
 // an unknown block in a hundred thousand finds another's, and a request goes
 // where it need not.
 //

@@ -160,7 +160,7 @@ func newGate(t *testing.T, m stream, p Params) *gate {
 func prompt(n int, blocks int) *prefixhash.Key {
 	key := &prefixhash.Key{Bytes: blocks * 1024, Stream: true, Judged: true}
 	for i := range blocks {
-		key.Blocks = append(key.Blocks, prefixhash.Block{Hash: uint64(n*1000 + i + 1), End: uint32(i+1) * 1024})
+		key.Blocks = append(key.Blocks, prefixhash.Block{Hash: uint64(n*1000+i+1) * 0x9e3779b97f4a7c15, End: uint32(i+1) * 1024})
 	}
 	return key
 }
