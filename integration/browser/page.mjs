@@ -160,7 +160,7 @@ async function actions(page, address) {
 	await page.keyboard.press("Enter");
 	await page.getByRole("button", { name: `Undrain ${address}` }).waitFor();
 	assert.match(await row(page, address).innerText(), /draining since \d/);
-	assert.match(await page.locator("#said").textContent(), /gets no new prefixes/);
+	assert.match(await page.locator("#said").textContent(), /gets no new conversations/);
 	assert.equal(await focused(page), "Undrain");
 	await page.keyboard.press("Enter");
 	await page.getByRole("button", { name: `Drain ${address}` }).waitFor();
