@@ -30,18 +30,13 @@ import (
 const (
 	replicas     = 4
 	outputTokens = 24
-	goroutines   = 10 // more than before the traffic
-	short        = 10 * time.Minute
-)
-
-// limits of growth, beyond what chance explains.
-type limits struct{ rss, median, p99 float64 }
-
-var (
-	lasting = limits{rss: 0.05, median: 0.5, p99: 0.5}
-	// Within minutes the heap has not found its size yet, and ten slow decisions are
-	// chance: p99 of some seconds go from 0.2 to 3 ms. Only gross leaks show then.
-	brief = limits{rss: 0.3, median: 0.5, p99: 3}
+	// Limits of growth, beyond what chance explains. Within
+	// minutes the heap has not found its size yet: only gross leaks show then.
+	rssGrowth      = 0.05
+	rssGrowthShort = 0.3
+	short          = 10 * time.Minute
+	decisionGrowth = 0.5
+	goroutines     = 10 // more than before the traffic
 )
 
 func main() {
@@ -110,13 +105,13 @@ func run(ctx context.Context, duration time.Duration, clients int, seed uint64) 
 		return err
 	}
 	fmt.Printf("%s\n%s\n", traffic, trouble)
-	most, long := lasting, duration >= short
+	rss, long := rssGrowth, duration >= short
 	if !long {
-		most = brief
+		rss = rssGrowthShort
 	}
 	return errors.Join(
 		settled(caddy),
-		samples.judge(most, long),
+		samples.judge(rss, long),
 		traffic.judge(),
 		leaks(caddy, idle),
 	)
