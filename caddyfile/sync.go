@@ -30,7 +30,7 @@ func syncWith(d *caddyfile.Dispenser, c *selector.Config) error {
 	}
 	for _, address := range r.Addresses { // with its value it would pass for the nodes of a cluster
 		if _, ok := redisOptions[address]; ok {
-			return d.Errf("invalid address '%s' of sync: options belong into a block", address)
+			return d.Errf("invalid address '%s' of sync: options belong in a block", address)
 		}
 	}
 	var seen []string

@@ -87,7 +87,7 @@ func TestAdaptErrors(t *testing.T) {
 		{"value/sync-colons", "seed s\nsync redis :::", "invalid address ':::' of sync"},
 		{"value/sync-brackets", "seed s\nsync redis [a:b]", "invalid address '[a:b]' of sync"},
 		{"block/fallback", "fallback least_conn {\n\tbogus\n}", "unexpected 'bogus': fallback least_conn has no more options"},
-		{"extra/sync-option", "seed s\nsync redis 10.0.0.9 password x", "invalid address 'password' of sync: options belong into a block"},
+		{"extra/sync-option", "seed s\nsync redis 10.0.0.9 password x", "invalid address 'password' of sync: options belong in a block"},
 		{"unknown/of reverse_proxy", "lb_retries 2", "unrecognized option 'lb_retries': it is one of reverse_proxy and belongs outside of this block"},
 		{"unknown/of reverse_proxy, too", "fail_duration 10s", "it is one of reverse_proxy and belongs outside of this block"},
 		{"value/sync-url", "seed s\nsync redis redis://10.0.0.9:6379", "should be host or host:port"},
