@@ -363,9 +363,10 @@ func (l *load) failed() (work float64) {
 
 // lost is how many connections failed lately.
 func (l *load) lost(now time.Time) (n int) {
-	l.pardon(now)
 	for _, p := range l.penalties {
-		n += p.lost
+		if now.Before(p.until) {
+			n += p.lost
+		}
 	}
 	return n
 }
