@@ -41,7 +41,9 @@ func (s *site) ask(t *testing.T, body string) decision {
 	return decisionOf(t, res)
 }
 
-// conversation is a client's history with a model.
+// conversation is a client's history with a model. It opens with as much as an
+// application's instructions: a replica is not left over a few requests more or
+// less for what that holds, as it rightly is for a match of some hundred tokens.
 type conversation struct {
 	name     string
 	messages []string
@@ -51,7 +53,11 @@ type conversation struct {
 // turn asks the next question, keeps the answer, and returns what was decided.
 func (c *conversation) turn(t *testing.T, s *site, stream bool) decision {
 	t.Helper()
-	c.messages = append(c.messages, words(fmt.Sprintf("%s turn %d", c.name, len(c.messages)/2), 1500))
+	size := 1500
+	if len(c.messages) == 0 {
+		size = 8000
+	}
+	c.messages = append(c.messages, words(fmt.Sprintf("%s turn %d", c.name, len(c.messages)/2), size))
 	res, body := s.post(t, chatPath, chat(stream, c.messages...))
 	if res.StatusCode != http.StatusOK {
 		t.Errorf("%s: status %d", c.name, res.StatusCode)

@@ -49,10 +49,13 @@ func amidStreams(t *testing.T, s *site, fleet harness.Fleet, conversations []*co
 	for _, c := range conversations {
 		wg.Go(func() {
 			at := c.at
-			if c.turn(t, s, true); c.at == at {
+			d := c.turn(t, s, true)
+			if c.at == at {
 				mu.Lock()
 				stayed++
 				mu.Unlock()
+			} else {
+				t.Logf("moved: %+v from %s", d, at)
 			}
 		})
 	}
