@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/cookiejar"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -305,13 +306,19 @@ func TestSameProxyTwice(t *testing.T) {
 	}
 }
 
+// settledJar takes no further cookies.
+type settledJar struct{ http.CookieJar }
+
+func (settledJar) SetCookies(*url.URL, []*http.Cookie) {}
+
 // A cookie policy that asked this one for a stand-in goes back to its own choice
 // as soon as it can, even for the next attempt of the same request. That one is
-// no decision of ours, and gets the whole body.
+// no decision of ours, and gets the whole body; if the client has not sent it all,
+// no upstream is blamed.
 func TestCookiePolicyTakesItsRequestBack(t *testing.T) {
 	g := newGates(t, 1)
 	dead := deadAddr(t)
-	lb := "lb_policy cookie lb secret {\n\t\t\tfallback prefix_affinity {\n\t\t\t\texplain\n\t\t\t}\n\t\t}\n\t\tunhealthy_request_count 1\n\t\tlb_try_duration 30s\n\t\tlb_try_interval 10ms"
+	lb := "lb_policy cookie lb secret {\n\t\t\tfallback prefix_affinity {\n\t\t\t\texplain\n\t\t\t\tmax_body 4KiB\n\t\t\t}\n\t\t}\n\t\tunhealthy_request_count 1\n\t\tlb_try_duration 30s\n\t\tlb_try_interval 10ms\n\t\tfail_duration 1h\n\t\tmax_fails 1000000"
 	s := newSite(t, g.upstreams(), lb)
 	jar, err := cookiejar.New(nil)
 	if err != nil {
@@ -335,14 +342,47 @@ func TestCookiePolicyTakesItsRequestBack(t *testing.T) {
 	ask("first")
 	g.take(t, 1)
 	wg.Wait() // and the client has its cookie
+	client.Jar = settledJar{jar}
 
 	s.reload(t, g.upstreams()+" "+dead, lb)
 	ask("second")
 	g.await(t, 1)
 	ask("third")
-	eventually(t, "a stand-in to be tried", func() bool { return s.upstreams(t, dead)[0].Requests > 1 })
+	tried := func(n int) func() bool { return func() bool { return s.upstreams(t, dead)[0].Requests > n } }
+	eventually(t, "a stand-in to be tried", tried(1))
 	g.release()
 	g.take(t, 1)
+	wg.Wait()
+
+	ask("fourth")
+	g.await(t, 1)
+	before := s.upstreams(t, dead)[0].Requests
+	c, err := net.Dial("tcp", s.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	body := chat(true, words("cut", 100_000))
+	target, err := url.Parse(s.URL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = fmt.Fprintf(c, "POST %s HTTP/1.1\r\nHost: %s\r\nCookie: %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s",
+		chatPath, s.addr, jar.Cookies(target)[0], 2*len(body), body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.(*net.TCPConn).CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "a stand-in to be tried for the cut request", tried(before+1))
+	g.release()
+	if got := strings.Join(statuses(c, 1), " "); got != "499" {
+		t.Errorf("status %q of a request that is cut, want 499", got)
+	}
+	if n := s.fails(t, g.upstreams()); n > 0 {
+		t.Errorf("the upstream is blamed %d times", n)
+	}
 	wg.Wait()
 	s.settled(t)
 }

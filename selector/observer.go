@@ -125,11 +125,15 @@ func (o *observer) cleanup() error {
 // errors as they are: the handler looks at their types.
 func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	q, ours := o.requestOf(req)
-	if !ours {
-		if q != nil {
-			req = q.lend(req)
-		}
+	switch {
+	case q == nil:
 		return o.RoundTripper.RoundTrip(req)
+	case !ours:
+		res, spoilt, err := o.deliver(q, q.lend(req))
+		if spoilt != nil {
+			return answerSpoilt(req, spoilt)
+		}
+		return res, err
 	}
 	attempt := q.attempt
 	attempt.Begin(attempt.Sent())
@@ -140,19 +144,9 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 		ask.Header[orcaRequest] = []string{o.policy.config.ORCA}
 		req = &ask
 	}
-	broken := func() error { return nil }
-	switch {
-	case q.content != nil:
-		broken = q.held.broken
-	case req.Body != nil && req.Body != http.NoBody:
-		passing := *req
-		body := &passingBody{ReadCloser: req.Body}
-		passing.Body, broken = body, body.cut.get
-		req = &passing
-	}
-	res, err := o.RoundTripper.RoundTrip(req)
+	res, spoilt, err := o.deliver(q, req)
 	if err != nil {
-		spoilt, outcome := broken(), affinity.Lost
+		outcome := affinity.Lost
 		if req.Context().Err() != nil || errors.Is(err, context.Canceled) || spoilt != nil {
 			outcome = affinity.Aborted
 		}
@@ -174,6 +168,28 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	o.watch(q, attempt, res)
 	return res, nil
+}
+
+// deliver lets the transport send a request. spoilt is why that failed where the
+// upstream is not to blame: the client has not sent its whole body.
+func (o *observer) deliver(q *request, req *http.Request) (res *http.Response, spoilt, err error) {
+	if q.content != nil {
+		if res, err = o.RoundTripper.RoundTrip(req); err != nil {
+			spoilt = q.held.broken()
+		}
+		return res, spoilt, err
+	}
+	if req.Body == nil || req.Body == http.NoBody {
+		res, err = o.RoundTripper.RoundTrip(req)
+		return res, nil, err
+	}
+	passing := *req
+	body := &passingBody{ReadCloser: req.Body}
+	passing.Body = body
+	if res, err = o.RoundTripper.RoundTrip(&passing); err != nil {
+		spoilt = body.cut.get()
+	}
+	return res, spoilt, err
 }
 
 // answerSpoilt answers a request whose body the client failed to send. For Caddy an
