@@ -1,10 +1,13 @@
 package integration
 
 import (
+	"bytes"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/iotest"
 )
@@ -179,5 +182,49 @@ func stop(t *testing.T, s *site) {
 	s.stopped = true
 	if err := s.Stop(); err != nil {
 		t.Error(err)
+	}
+}
+
+// A short request reaches its upstream in one piece. Where the body is streamed,
+// net/http sends the headers ahead, for a system call and a packet more.
+func TestShortRequestsArriveInOnePiece(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	var whole, pieces atomic.Int32
+	go func() {
+		for {
+			c, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				for buf := make([]byte, 64<<10); ; {
+					n, err := c.Read(buf)
+					if err != nil {
+						return
+					}
+					pieces.Add(1)
+					if !bytes.HasSuffix(buf[:n], []byte("}")) {
+						continue // there is more to come
+					}
+					if bytes.HasPrefix(buf[:n], []byte("POST ")) {
+						whole.Add(1)
+					}
+					_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+				}
+			}()
+		}
+	}()
+	s := newSite(t, listener.Addr().String(), policy())
+	const n = 50
+	for i := range n {
+		s.ask(t, chat(false, words(fmt.Sprintf("question %d", i), 2000)))
+	}
+	if whole.Load() != n {
+		t.Errorf("%d of %d requests came in one piece, %d pieces in all", whole.Load(), n, pieces.Load())
 	}
 }

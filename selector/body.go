@@ -1,6 +1,7 @@
 package selector
 
 import (
+	"bytes"
 	"errors"
 	"io"
 	"math/bits"
@@ -19,6 +20,7 @@ var errRevoked = errors.New("request body belongs to a later attempt")
 type held struct {
 	bytes []byte
 	page  *page
+	exact page          // for a short body
 	err   error         // how reading ended, io.EOF where the body is whole
 	tail  io.ReadCloser // what was not read; it can be read once only
 	taken atomic.Bool   // an attempt has begun to read the tail
@@ -99,7 +101,12 @@ func (h *held) release() {
 func (h *held) read(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) {
 	h.tail = body
 	h.refs.Store(1)
-	h.page = newPage(firstPage(size, limit))
+	if 0 <= size && size <= packedBytes && size < limit {
+		h.exact = page{buf: make([]byte, size+1), class: -1}
+		h.page = &h.exact
+	} else {
+		h.page = newPage(firstPage(size, limit))
+	}
 	buf, n := h.page.buf, 0
 	asked := false
 	for {
@@ -146,9 +153,13 @@ type attemptBody struct {
 
 // open returns the body for a new attempt, or nil where none can be built: its
 // tail is gone with an earlier attempt, or the request is over.
-func (h *held) open() *attemptBody {
+func (h *held) open() io.ReadCloser {
 	if h.taken.Load() || !h.retain() {
 		return nil
+	}
+	if h.whole() && !h.page.pooled() && len(h.bytes) <= packedBytes {
+		defer h.release() // the collector minds the bytes
+		return io.NopCloser(bytes.NewReader(h.bytes))
 	}
 	if h.lent.Swap(true) {
 		return &attemptBody{held: h}
@@ -216,6 +227,11 @@ const (
 	// growthFactor times of what has arrived.
 	trustedBytes = 64 << 10
 	growthFactor = 8
+	// packedBytes is the longest body that is sent as a bytes.Reader. net/http knows
+	// that one not to block, so that it need not send the headers ahead: a system call
+	// and a packet less, as long as all fits into its 4 KiB buffer. It doesn't say when
+	// it has done with the bytes, which is why these are not pooled.
+	packedBytes = 4 << 10
 )
 
 var pages [maxPageBits - minPageBits + 1]sync.Pool
@@ -231,8 +247,10 @@ func newPage(size int64) *page {
 	return &page{buf: make([]byte, 1<<(class+minPageBits)), class: class}
 }
 
+func (p *page) pooled() bool { return p.class >= 0 }
+
 func (p *page) free() {
-	if p.class >= 0 {
+	if p.pooled() {
 		pages[p.class].Put(p)
 	}
 }

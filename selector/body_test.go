@@ -2,12 +2,16 @@ package selector
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"math/rand/v2"
+	"net"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/iotest"
 	"time"
@@ -98,7 +102,7 @@ func TestNoAttemptAfterTheTailWasTouched(t *testing.T) {
 }
 
 func TestClosedBodyReadsNothing(t *testing.T) {
-	h := hold(io.NopCloser(strings.NewReader(text(100))), 100, 4096, always)
+	h := hold(io.NopCloser(strings.NewReader(text(5000))), 5000, 1<<20, always)
 	b := h.open()
 	_ = b.Close()
 	_ = b.Close()
@@ -111,6 +115,62 @@ func TestClosedBodyReadsNothing(t *testing.T) {
 	h.release()
 	if h.open() != nil {
 		t.Error("opened a body whose memory went back to the pool")
+	}
+}
+
+// writes counts the writes to a connection.
+type writes struct {
+	net.Conn
+
+	n *atomic.Int32
+}
+
+func (w writes) Write(p []byte) (int, error) {
+	w.n.Add(1)
+	return w.Conn.Write(p)
+}
+
+// A short request leaves in one piece, where net/http sends the headers of what
+// it can't tell not to block ahead.
+func TestShortRequestsLeaveInOnePiece(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		got, err := io.ReadAll(r.Body)
+		if err == nil {
+			_, err = w.Write(got)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}))
+	defer server.Close()
+	var n atomic.Int32
+	transport := &http.Transport{DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := new(net.Dialer).DialContext(ctx, network, addr)
+		return writes{c, &n}, err
+	}}
+	defer transport.CloseIdleConnections()
+	for size, pieces := range map[int]int32{1: 1, 3000: 1, packedBytes: 2, 2 * packedBytes: 2} {
+		want := text(size)
+		h := hold(io.NopCloser(strings.NewReader(want)), int64(size), 1<<20, always)
+		req, err := http.NewRequest(http.MethodPost, server.URL, h.open())
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.ContentLength = int64(size)
+		n.Store(0)
+		res, err := transport.RoundTrip(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(res.Body)
+		_ = res.Body.Close()
+		if err != nil || string(got) != want {
+			t.Errorf("%d bytes: %d arrived, %v", size, len(got), err)
+		}
+		if n.Load() != pieces {
+			t.Errorf("%d bytes left in %d pieces, want %d", size, n.Load(), pieces)
+		}
+		h.release()
 	}
 }
 

@@ -3,6 +3,7 @@ package selector
 import (
 	"cmp"
 	"context"
+	"io"
 	"mime"
 	"net/http"
 	"slices"
@@ -63,7 +64,7 @@ type content struct {
 	key    prefixhash.Key
 	blocks *[]prefixhash.Block // the key's memory, pooled; nil: there is no key
 	held   *held               // mine, or that of a request before
-	body   *attemptBody        // the attempt's
+	body   io.ReadCloser       // the attempt's
 	mine   held                // what this one read
 }
 
