@@ -204,7 +204,9 @@ func listUpstreams(*http.Request) (any, error) {
 	if fleet == nil {
 		return list, nil
 	}
-	for _, s := range fleet.Snapshot(time.Now()) {
+	now := time.Now()
+	unsent.watch(now)
+	for _, s := range fleet.Snapshot(now) {
 		u := upstreamState{
 			Address:              s.Address,
 			PendingRequests:      s.InFlight,

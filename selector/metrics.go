@@ -257,7 +257,9 @@ func (g fleetGauges) Collect(ch chan<- prometheus.Metric) {
 		return
 	}
 	metrics.forget(func(upstream string) bool { return fleet.Find(upstream) != nil })
-	states := fleet.Snapshot(time.Now())
+	now := time.Now()
+	unsent.watch(now)
+	states := fleet.Snapshot(now)
 	for _, s := range states[:min(len(states), maxUpstreamSeries)] {
 		gauge := func(d *prometheus.Desc, v float64) {
 			ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, s.Address)

@@ -135,6 +135,7 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 		}
 		return res, err
 	}
+	unsent.remove(q)
 	attempt := q.attempt
 	attempt.Begin(attempt.Sent())
 	asked := o.policy.config.ORCA != "" && req.Header.Get(orcaRequest) == ""
@@ -151,6 +152,7 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 			outcome = affinity.Aborted
 		}
 		attempt.Finish(time.Now(), outcome, 0)
+		q.watchEnd() // there may be another attempt
 		if spoilt != nil {
 			return answerSpoilt(req, spoilt)
 		}
@@ -257,8 +259,10 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 		q.watchEnd() // the connection leaves HTTP: it ends with the request
 	case status == http.StatusTooManyRequests, status == http.StatusServiceUnavailable:
 		attempt.Finish(now, affinity.Refused, retryAfter(res.Header.Get("Retry-After"), now))
+		q.watchEnd() // there may be another attempt
 	case status < 200 || status > 299:
 		attempt.Finish(now, affinity.Rejected, 0)
+		q.watchEnd() // the same
 	default:
 		format := signal.None
 		if res.Header.Get("Content-Encoding") == "" {
@@ -408,8 +412,10 @@ func (t *tappedBody) end(outcome affinity.Outcome) {
 	}
 	t.attempt.Finish(now, outcome, 0)
 	t.q.policy.learns()
-	if t.started && t.q.stop != nil {
-		t.q.stop()
+	if t.started {
+		t.q.unwatch()
+	} else {
+		t.q.watchEnd() // there may be another attempt
 	}
 }
 

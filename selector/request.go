@@ -38,17 +38,22 @@ type request struct {
 	policy *Policy
 	r      *http.Request // the handler's clone, the same for all attempts
 	trail  *trail
-	own    trail       // that of the first request
-	before *request    // on the trail
-	stop   func() bool // takes back the watch for the request's end; nil: there is none
-	cause  string      // keyed, or why there is no key
-	scope  string      // the tenant
-	stored uint64      // the hash of the response that the path names; 0: none
+	own    trail    // that of the first request
+	before *request // on the trail
+	cause  string   // keyed, or why there is no key
+	scope  string   // the tenant
+	stored uint64   // the hash of the response that the path names; 0: none
+
+	// Guarded by unsent.mu.
+	earlier, later *request
+	chosen         time.Time
+	unsent         bool
 
 	mu       sync.Mutex
-	*content          // nil: the body is left as it came
-	failed   []string // upstreams that had their attempt
-	over     bool     // no further attempt can come; key and held are gone
+	stop     func() bool // takes back the watch for the request's end; nil: there is none
+	*content             // nil: the body is left as it came
+	failed   []string    // upstreams that had their attempt
+	over     bool        // no further attempt can come; key and held are gone
 	attempt  *affinity.Attempt
 	choice   affinity.Choice
 	shadowed *shadowed
@@ -132,16 +137,18 @@ func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 	if q.cause != keyed {
 		metrics.withoutKey(q.cause)
 	}
-	if q.content != nil || q.stored != 0 || p.observer == nil {
+	if p.observer == nil {
 		q.watchEnd()
 	}
 	return q
 }
 
 // watchEnd has the request's end seen, whatever happens. It costs as much as all
-// else of a decision by load alone, so that requests do without from which there
-// is nothing to give back before the observer has them.
+// else of a decision by load alone, so that it is for where nobody else sees it: see
+// unsent for until a request is sent; from then on its end is that of its response.
 func (q *request) watchEnd() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
 	if q.stop == nil {
 		q.stop = context.AfterFunc(q.r.Context(), q.end)
 	}
@@ -308,9 +315,20 @@ func (q *request) rewind(r *http.Request) bool {
 	return true
 }
 
+// unwatch takes that back.
+func (q *request) unwatch() {
+	q.mu.Lock()
+	stop := q.stop
+	q.mu.Unlock()
+	if stop != nil {
+		stop()
+	}
+}
+
 // lend gives the body to an attempt at an upstream that another policy chose, and
 // ends the one of ours before it.
 func (q *request) lend(req *http.Request) *http.Request {
+	q.watchEnd()
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.giveUp()
@@ -341,6 +359,7 @@ func (q *request) giveUp() {
 	if q.attempt == nil {
 		return
 	}
+	unsent.remove(q)
 	q.attempt.Finish(time.Now(), affinity.Lost, 0) // where the observer has not said more
 	q.failed = append(q.failed, q.upstream)
 	q.attempt = nil

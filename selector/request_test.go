@@ -3,6 +3,7 @@ package selector
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
@@ -13,9 +14,10 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 )
 
-// TestEndsWithoutPrompt: a request without a prompt counts while it is at its
-// upstream and not longer, however it ends, although nobody watches for its end.
-func TestEndsWithoutPrompt(t *testing.T) {
+// TestEnds: a request without a prompt counts while it is at its upstream, one with a
+// prompt from when it is routed, and not longer, however it ends, although mostly
+// nobody watches for its end.
+func TestEnds(t *testing.T) {
 	answer := func(status int, header ...string) func(*http.Request) (*http.Response, error) {
 		return func(*http.Request) (*http.Response, error) {
 			h := make(http.Header)
@@ -53,44 +55,89 @@ func TestEndsWithoutPrompt(t *testing.T) {
 		{"routes/abort stream", routes, answer(200, "Content-Type", "text/event-stream"), start, 1, 1},
 		{"upgraded", new(reverseproxy.Handler), answer(101), func(io.ReadCloser) {}, 1, 1},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			p := newTestPolicy(t, Config{})
-			if test.handler != nil {
-				p.observer = &observer{policy: p, handler: test.handler}
-			}
-			pool := upstreams(1)
-			pending := func() int { return p.learned.fleet.Find(pool[0].Dial).Snapshot(time.Now()).InFlight }
-			r, end := newTestRequest(t, http.MethodGet, "")
-			defer end()
-			if p.Select(pool, r, nil) == nil {
-				t.Fatal("nothing selected")
-			}
-			var res *http.Response
-			if test.transport != nil {
-				p.observer.RoundTripper = roundTripper(func(req *http.Request) (*http.Response, error) {
-					if n := pending(); n != 1 {
-						t.Errorf("%d pending while the upstream has it", n)
-					}
-					return test.transport(req)
-				})
-				res, _ = p.observer.RoundTrip(r) //nolint:bodyclose // some are left open on purpose
-			}
-			if n := pending(); n != test.pending {
-				t.Errorf("%d pending, want %d", n, test.pending)
-			}
-			if res != nil {
-				test.body(res.Body)
-			}
-			if n := pending(); n != test.after {
-				t.Errorf("%d pending afterwards, want %d", n, test.after)
-			}
-			end()
-			for deadline := time.Now().Add(time.Minute); pending() > 0; time.Sleep(time.Millisecond) {
-				if time.Now().After(deadline) {
-					t.Fatal("pending for good")
+		for _, keyed := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/keyed=%t", test.name, keyed), func(t *testing.T) {
+				p := newTestPolicy(t, Config{})
+				if test.handler != nil {
+					p.observer = &observer{policy: p, handler: test.handler}
 				}
-			}
-		})
+				pool := upstreams(1)
+				pending := func() int { return p.learned.fleet.Find(pool[0].Dial).Snapshot(time.Now()).InFlight }
+				method, body, unsentPending := http.MethodGet, "", 0
+				if keyed {
+					method, body, unsentPending = http.MethodPost, `{"messages":[{"role":"user","content":"a question"}]}`, 1
+				}
+				r, end := newTestRequest(t, method, body)
+				defer end()
+				if p.Select(pool, r, nil) == nil {
+					t.Fatal("nothing selected")
+				}
+				var res *http.Response
+				if test.transport != nil {
+					p.observer.RoundTripper = roundTripper(func(req *http.Request) (*http.Response, error) {
+						if n := pending(); n != 1 {
+							t.Errorf("%d pending while the upstream has it", n)
+						}
+						return test.transport(req)
+					})
+					res, _ = p.observer.RoundTrip(r) //nolint:bodyclose // some are left open on purpose
+				} else if test.handler != nil {
+					test.pending, test.after = unsentPending, unsentPending
+				}
+				if n := pending(); n != test.pending {
+					t.Errorf("%d pending, want %d", n, test.pending)
+				}
+				if res != nil {
+					test.body(res.Body)
+				}
+				if n := pending(); n != test.after {
+					t.Errorf("%d pending afterwards, want %d", n, test.after)
+				}
+				end()
+				q := caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
+				for deadline := time.Now().Add(time.Minute); pending() > 0 || keyed && q.held.refs.Load() > 0; time.Sleep(time.Millisecond) {
+					unsent.watch(time.Now())
+					if time.Now().After(deadline) {
+						t.Fatal("pending for good, or its body is held")
+					}
+				}
+			})
+		}
+	}
+}
+
+// TestUnsent: what is not sent in time is watched from the next decision on.
+func TestUnsent(t *testing.T) {
+	p := newTestPolicy(t, Config{})
+	p.observer = &observer{policy: p, handler: new(reverseproxy.Handler)}
+	pool := upstreams(1)
+	choose := func() *request {
+		r, end := newTestRequest(t, http.MethodPost, `{"messages":[{"role":"user","content":"a question"}]}`)
+		t.Cleanup(end)
+		if p.Select(pool, r, nil) == nil {
+			t.Fatal("nothing selected")
+		}
+		return caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
+	}
+	watched := func(q *request) bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		return q.stop != nil
+	}
+	first, second := choose(), choose()
+	unsent.remove(second) // it is sent
+	time.Sleep(2 * sendingTime)
+	if watched(first) {
+		t.Error("watched although nothing else was decided")
+	}
+	third := choose()
+	if !watched(first) || watched(second) || watched(third) {
+		t.Errorf("watched: %t, %t, %t, want the first only", watched(first), watched(second), watched(third))
+	}
+	unsent.remove(first) // a second time
+	unsent.watch(time.Now())
+	if unsent.first != nil || unsent.last != nil {
+		t.Error("some are left")
 	}
 }
 
