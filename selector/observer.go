@@ -137,7 +137,6 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	unsent.remove(q)
 	attempt := q.attempt
-	attempt.Begin(attempt.Sent())
 	asked := o.policy.config.ORCA != "" && req.Header.Get(orcaRequest) == ""
 	if asked {
 		ask := *req

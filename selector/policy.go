@@ -213,21 +213,20 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 		p.learns()
 		q = p.newRequest(vars, r)
 	}
-	up, keyed := p.choose(q, pool, r, w)
-	if keyed && p.observer != nil {
+	up := p.choose(q, pool, r, w)
+	if up != nil && p.observer != nil {
 		unsent.add(q, q.attempt.Sent())
 	}
 	return up
 }
 
-// choose chooses an upstream for the request's next attempt. keyed tells that the
-// accounts have it from now on.
-func (p *Policy) choose(q *request, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) (up *reverseproxy.Upstream, keyed bool) {
+// choose chooses an upstream for the request's next attempt.
+func (p *Policy) choose(q *request, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) *reverseproxy.Upstream {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.giveUp()
 	if !q.rewind(r) {
-		return nil, false // the error of the last attempt stands
+		return nil // the error of the last attempt stands
 	}
 	now := time.Now() // after the body has come
 
@@ -256,13 +255,12 @@ func (p *Policy) choose(q *request, pool reverseproxy.UpstreamPool, r *http.Requ
 			return p.fallBack(pool, s.candidates, r, w)
 		}
 	}
-	key := q.routingKey()
-	choice, attempt := p.learned.index.Route(now, key, s.candidates, p.currentRule(), fallback)
+	choice, attempt := p.learned.index.Route(now, q.routingKey(), s.candidates, p.currentRule(), fallback)
 	if choice.Candidate < 0 {
-		return nil, false
+		return nil
 	}
 	metrics.decisionTime.Observe(time.Since(now).Seconds())
-	up = pool[choice.Candidate]
+	up := pool[choice.Candidate]
 	q.send(attempt, choice, up.String(), holderOf(pool, choice), known.seriesOf(choice.Candidate))
 	if c := p.logger.Check(zapcore.DebugLevel, "selected upstream"); c != nil {
 		c.Write(zap.String("upstream", q.upstream),
@@ -271,7 +269,7 @@ func (p *Policy) choose(q *request, pool reverseproxy.UpstreamPool, r *http.Requ
 			zap.Int("matched_tokens", choice.MatchedTokens),
 			zap.Int("attempt", q.attempts))
 	}
-	return up, key != nil
+	return up
 }
 
 // learns notes that there is something new to keep.

@@ -346,11 +346,8 @@ func (q *request) send(attempt *affinity.Attempt, choice affinity.Choice, upstre
 	q.trail.latest = q
 	q.attempts++
 	series.decided(choice)
-	switch {
-	case q.over: // the client left while we were choosing
+	if q.over { // the client left while we were choosing
 		attempt.Finish(attempt.Sent(), affinity.Aborted, 0)
-	case q.policy.observer == nil:
-		attempt.Begin(attempt.Sent())
 	}
 }
 

@@ -75,7 +75,7 @@ func deciders(tb testing.TB, replicas int) (stock, ours func(*http.Request)) {
 				tb.Fatal("nothing selected")
 			}
 			q := caddyhttp.GetVar(r.Context(), trailVar).(*trail).find(p, r)
-			q.attempt.Begin(q.attempt.Sent())
+			unsent.remove(q)
 			q.settle()
 			q.attempt.Finish(time.Now(), affinity.Served, 0)
 		}

@@ -8,9 +8,8 @@ import (
 )
 
 // An Attempt is one try of one request on one replica. The replica's account
-// and index have it from the moment it was routed, or, where it has no key, from
-// Begin on; what is seen of the response must be told by its methods, and at last
-// Finish. They may come from any goroutine, in any order and more than once.
+// and index have it from the moment it was routed; what is seen of the response must
+// be told by its methods, and at last Finish. They may come from any goroutine, in any order and more than once.
 type Attempt struct {
 	replica  *Replica
 	prompt   float64
@@ -18,14 +17,12 @@ type Attempt struct {
 	sent     time.Time
 	journal  Journal // nil: nobody wants to know
 	id       uint64  // its number in the journal
-	index    *Index  // for Begin; nil: it has begun when it was routed
 	*mark            // nil: no key
 
 	// Guarded by Fleet.mu.
 	prev, next *Attempt // in the replica's queue
-	begun      bool
-	queued     bool // no output yet
-	blind      bool // its first output won't be seen
+	queued     bool     // no output yet
+	blind      bool     // its first output won't be seen
 	confirmed  bool
 	ended      bool
 
@@ -82,27 +79,6 @@ func (a *Attempt) Replica() *Replica { return a.replica }
 
 // Sent returns when the attempt was routed.
 func (a *Attempt) Sent() time.Time { return a.sent }
-
-// Begin takes an attempt without a key into the replica's account; with a key it
-// is there. Between the choice and the sending whoever chose has no say, and
-// watching for a request that never comes to be sent costs more than all the rest
-// of a decision by load alone. So such an attempt counts from when it is sent:
-// its end is seen then.
-func (a *Attempt) Begin(now time.Time) {
-	if a.index == nil {
-		return
-	}
-	f := a.replica.fleet
-	f.mu.Lock()
-	fresh := !a.begun && !a.ended
-	if fresh {
-		a.replica.load.enqueue(a, now)
-	}
-	f.mu.Unlock()
-	if fresh {
-		a.announce(a.index, nil, &noKey)
-	}
-}
 
 // Confirm takes in the headers of a 2xx. stream says whether a first output will
 // be seen: until then the prompt may still wait for its prefill. If not, the
@@ -217,7 +193,7 @@ func (a *Attempt) Answered(now time.Time, promptTokens, cachedTokens, outputToke
 	r.fleet.mu.Lock()
 	defer r.fleet.mu.Unlock()
 	g := r.group.Load()
-	if g == nil || g.speed.count >= speedCounts || !a.blind || !a.begun || a.ended || a.far {
+	if g == nil || g.speed.count >= speedCounts || !a.blind || a.ended || a.far {
 		return
 	}
 	uncached, output := a.uncached, float64(outputTokens)
@@ -242,8 +218,7 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	var buf [8]*Attempt
 	var passed []*Attempt
 	r.fleet.mu.Lock()
-	if a.ended || !a.begun {
-		a.ended = true
+	if a.ended {
 		r.fleet.mu.Unlock()
 		return
 	}

@@ -140,8 +140,7 @@ var scratches = sync.Pool{New: func() any { return new(scratch) }}
 // other.
 //
 // A nil key, or one without blocks, is no prompt to go by: the replica with the
-// fewest requests in flight has it, and, where the key is nil, takes it into its
-// account at Begin only. fallback, if not nil, chooses for requests
+// fewest requests in flight has it. fallback, if not nil, chooses for requests
 // that no match decides (cold, overflow, no_key; unhealthy where no other match
 // is worth following); it is given the own choice and returns an index into
 // cands, or -1 to leave it at that. No lock is held while it runs.
@@ -155,8 +154,8 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	if f.blind.Load() > 0 {
 		f.advance(now, cands)
 	}
-	keyless, s := key == nil, &noScratch
-	if keyless {
+	s := &noScratch
+	if key == nil {
 		key = &noKey
 	} else {
 		s = scratches.Get().(*scratch)
@@ -188,11 +187,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		f.mu.Lock()
 	}
 	a.replica, a.uncached = r, uncached(prompt, s.matched(choice.Candidate))
-	if keyless {
-		a.index = x
-	} else {
-		r.load.enqueue(a, now)
-	}
+	r.load.enqueue(a, now)
 	r.load.give(r.group.Load(), a.uncached, r.limit(), len(cands))
 	if len(chain) > 0 {
 		r.load.bring(chain, s.views[choice.Candidate].held)
@@ -209,9 +204,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 		r.mu.Unlock()
 	}
 	x.sessions.set(key.Session, r.serial)
-	if !keyless {
-		a.announce(x, chain, key)
-	}
+	a.announce(x, chain, key)
 	return choice, a
 }
 

@@ -172,7 +172,7 @@ func (l *load) enqueue(a *Attempt, now time.Time) {
 		l.clear = false // it may have been there before what we believe to be first
 	}
 	l.last = a
-	a.begun, a.queued = true, true
+	a.queued = true
 	l.waiting++
 	l.inFlight++
 	l.backlog += a.uncached

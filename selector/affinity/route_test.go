@@ -37,7 +37,6 @@ func (x *fixture) route(key *prefixhash.Key) (Choice, *Attempt) {
 // serve routes a key and answers it at once.
 func (x *fixture) serve(key *prefixhash.Key) Choice {
 	c, a := x.route(key)
-	a.Begin(x.now)
 	a.Confirm(x.now, true)
 	a.FirstOutput(x.now)
 	a.Finish(x.now, Served, 0)
@@ -74,7 +73,6 @@ func (x *fixture) counts(n int, key func(i int) *prefixhash.Key, each func(*Atte
 func TestSpread(t *testing.T) {
 	serve := func(x *fixture) func(*Attempt) {
 		return func(a *Attempt) {
-			a.Begin(x.now)
 			a.Confirm(x.now, true)
 			a.FirstOutput(x.now)
 			a.Finish(x.now, Served, 0)
@@ -441,7 +439,6 @@ func TestReasons(t *testing.T) {
 			failed := 0
 			for i := range 20 {
 				c, a := x.route(key(i))
-				a.Begin(x.now)
 				if c.Candidate == 0 {
 					failed++
 					a.Finish(x.now, Lost, 0)
@@ -1017,10 +1014,9 @@ func TestForgotten(t *testing.T) {
 	})
 }
 
-// TestBegin: an attempt without a key is in the account from Begin to Finish,
-// whatever else comes when.
-func TestBegin(t *testing.T) {
-	begin := func(x *fixture, a *Attempt) { a.Begin(x.now) }
+// TestAccount: an attempt is in the account from when it is routed to Finish, with or
+// without a key, whatever else comes when.
+func TestAccount(t *testing.T) {
 	finish := func(x *fixture, a *Attempt) { a.Finish(x.now, Served, 0) }
 	confirm := func(x *fixture, a *Attempt) { a.Confirm(x.now, false) }
 	output := func(x *fixture, a *Attempt) { a.FirstOutput(x.now) }
@@ -1033,16 +1029,12 @@ func TestBegin(t *testing.T) {
 		want   int
 		events string
 	}{
-		{"none/routed", nil, nil, 0, ""},
-		{"none/begun", nil, does{begin}, 1, "s"},
-		{"none/begun twice", nil, does{begin, begin}, 1, "s"},
-		{"none/ended", nil, does{begin, confirm, output, finish, finish}, 0, "scof"},
-		{"none/ended before it began", nil, does{finish, begin}, 0, ""},
-		{"none/never begun", nil, does{confirm, output, report, finish}, 0, ""},
-		{"none/too late", nil, does{begin, finish, begin, confirm, output}, 0, "sf"},
+		{"none/routed", nil, nil, 1, "s"},
+		{"none/ended", nil, does{confirm, output, finish, finish}, 0, "scof"},
+		{"none/reported", nil, does{confirm, output, report, finish}, 0, "scof"},
+		{"none/too late", nil, does{finish, confirm, output}, 0, "sf"},
 		{"key/routed", keyOf(1, 2), nil, 1, "s"},
-		{"key/begun", keyOf(1, 2), does{begin}, 1, "s"},
-		{"key/ended", keyOf(1, 2), does{begin, confirm, finish, begin}, 0, "scf"},
+		{"key/ended", keyOf(1, 2), does{confirm, finish, confirm}, 0, "scf"},
 		{"no blocks/routed", &prefixhash.Key{Bytes: 400}, nil, 1, "s"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
