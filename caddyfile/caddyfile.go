@@ -174,10 +174,17 @@ func fallback(d *caddyfile.Dispenser) (json.RawMessage, error) {
 	if name == "prefix_affinity" {
 		return nil, d.Errf("invalid fallback '%s': should be another policy", name)
 	}
-	id := "http.reverse_proxy.selection_policies." + name
+	const policies = "http.reverse_proxy.selection_policies"
+	id := policies + "." + name
 	info, err := caddy.GetModule(id)
 	if err != nil {
-		return nil, d.Errf("unrecognized fallback '%s': there is no module %s", name, id)
+		var known []string
+		for _, m := range caddy.GetModules(policies) {
+			if other := m.ID.Name(); other != "prefix_affinity" {
+				known = append(known, other)
+			}
+		}
+		return nil, d.Errf("unrecognized fallback '%s': %sthere is no module %s", name, meant(name, known), id)
 	}
 	module := info.New()
 	policy, ok := module.(reverseproxy.Selector)

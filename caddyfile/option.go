@@ -53,12 +53,16 @@ func usage(name, takes string) string { return strings.TrimSpace(name + " " + ta
 // unrecognized says what an option should have been: one of those there are,
 // perhaps the one that is spelt most like it.
 func unrecognized(option string, known []string) string {
-	nearest := slices.MinFunc(known, func(a, b string) int { return edits(option, a) - edits(option, b) })
-	hint := ""
-	if edits(option, nearest) <= len(nearest)/3 {
-		hint = fmt.Sprintf("did you mean '%s'? ", nearest)
+	return fmt.Sprintf("unrecognized option '%s': %sthe options are %s", option, meant(option, known), strings.Join(known, ", "))
+}
+
+// meant asks for the one of the known names that is spelt like another, if there is one.
+func meant(name string, known []string) string {
+	nearest := slices.MinFunc(known, func(a, b string) int { return edits(name, a) - edits(name, b) })
+	if edits(name, nearest) > len(nearest)/3 {
+		return ""
 	}
-	return fmt.Sprintf("unrecognized option '%s': %sthe options are %s", option, hint, strings.Join(known, ", "))
+	return fmt.Sprintf("did you mean '%s'? ", nearest)
 }
 
 // edits counts how many letters must be inserted, left out or replaced to make b

@@ -76,6 +76,7 @@ func TestAdaptErrors(t *testing.T) {
 		{"unknown/misspelt", "sesion_header X-Id", "unrecognized option 'sesion_header': did you mean 'session_header'? the options are"},
 		{"unknown/hyphen", "block-size 256", "did you mean 'block_size'?"},
 		{"unknown/sync-misspelt", "seed s\nsync redis 10.0.0.9 {\n\tstream-prefix x\n}", "unrecognized option 'stream-prefix': did you mean 'stream_prefix'? the options are db, password, stream_prefix, tls, username"},
+		{"unknown/fallback misspelt", "fallback least_con", "unrecognized fallback 'least_con': did you mean 'least_conn'? there is no module http.reverse_proxy.selection_policies.least_con"},
 		{"unknown/fallback", "fallback nosuch", "unrecognized fallback 'nosuch': there is no module http.reverse_proxy.selection_policies.nosuch"},
 		{"value/fallback-itself", "fallback prefix_affinity", "invalid fallback 'prefix_affinity'"},
 		{"value/scope", "scope Authorization", "invalid scope 'Authorization'"},

@@ -347,6 +347,10 @@ func TestSnapshotInterval(t *testing.T) {
 	if err := s.Reload(s.file(two("snapshot 2s", "snapshot off"))); err == nil {
 		t.Error("one policy with snapshots and one without were loaded")
 	}
+	if err := s.Reload(s.file(two("snapshot off", ""))); err == nil || !strings.Contains(err.Error(), "snapshot is 'left out' here and 'off' in another policy") {
+		t.Errorf("off, and on by default: %v", err)
+	}
+	s.reloadTo(t, two("snapshot 2s", "")) // follows the other
 	snapshot := filepath.Join(os.Getenv("XDG_DATA_HOME"), "caddy", "prefix_affinity", "snapshot")
 	reloads := 0
 	eventually(t, "a snapshot amid reloads", func() bool {

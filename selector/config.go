@@ -152,8 +152,9 @@ type Config struct {
 	// drains made through the admin API. It is read in the background at the
 	// start, unless it is older than 24 hours. 12 to 24 bytes a block. Nothing is
 	// written before a request has come, nor by a second Caddy that uses the same
-	// directory. All policies of a configuration should agree. A negative value,
-	// `off` in a Caddyfile, neither reads nor writes it. Default is 1m.
+	// directory. There is one for all policies of a configuration, so that those
+	// that say it should agree. A negative value, `off` in a Caddyfile, neither
+	// reads nor writes it. Default is what another policy says, else 1m.
 	Snapshot caddy.Duration `json:"snapshot,omitempty"`
 
 	// Decide and record, but let the fallback choose: for trying the policy out.
@@ -202,9 +203,6 @@ func (c Config) withDefaults() Config {
 	if c.DrainTimeout == 0 {
 		c.DrainTimeout = DefaultDrainTimeout
 	}
-	if c.Snapshot == 0 {
-		c.Snapshot = DefaultSnapshot
-	}
 	return c
 }
 
@@ -219,7 +217,7 @@ func (c Config) Validate() error {
 	case c.MinMatch < 1 || c.MinMatch > maxMinMatch:
 		return fmt.Errorf("invalid min_match '%d': should be from 1 to %d tokens", c.MinMatch, maxMinMatch)
 	case c.AffinityWeight != 0 && !(c.AffinityWeight >= 1 && c.AffinityWeight <= 100):
-		return fmt.Errorf("invalid affinity_weight '%g': should be from 1 to 100, or auto", c.AffinityWeight)
+		return fmt.Errorf("invalid affinity_weight '%g': should be from 1 to 100, or left out", c.AffinityWeight)
 	case c.ReplicaCache != 0 && (c.ReplicaCache < minCache || c.ReplicaCache > maxCache):
 		return fmt.Errorf("invalid replica_cache '%d': should be from %d to %d tokens, or auto", c.ReplicaCache, minCache, maxCache)
 	case c.ORCA != "" && c.ORCA != "text" && c.ORCA != "json":
@@ -230,7 +228,7 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid poll_path '%s': should begin with a slash", c.PollPath)
 	case c.DrainTimeout < 0:
 		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
-	case c.Snapshot >= 0 && (c.Snapshot < minSnapshot || c.Snapshot > maxSnapshot):
+	case c.Snapshot > 0 && (c.Snapshot < minSnapshot || c.Snapshot > maxSnapshot):
 		return fmt.Errorf("invalid snapshot '%s': should be from %s to %s, or off", time.Duration(c.Snapshot), time.Duration(minSnapshot), time.Duration(maxSnapshot))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
 		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)

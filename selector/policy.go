@@ -274,7 +274,7 @@ func (p *Policy) choose(q *request, pool reverseproxy.UpstreamPool, r *http.Requ
 
 // learns notes that there is something new to keep.
 func (p *Policy) learns() {
-	if p.config.Snapshot > 0 {
+	if p.config.Snapshot >= 0 {
 		p.learned.keeper.note(p)
 	}
 }

@@ -53,8 +53,8 @@ type keeper struct {
 
 // keeperUser is a policy that may write snapshots.
 type keeperUser struct {
-	config   any // that it belongs to
-	interval time.Duration
+	config   any           // that it belongs to
+	interval time.Duration // 0: the default; negative: off
 }
 
 // kept is an index that goes into snapshots.
@@ -93,7 +93,7 @@ func (k *keeper) join(p *Policy, config any, seed func() uint64) error {
 	defer k.mu.Unlock()
 	interval := time.Duration(p.config.Snapshot)
 	for _, other := range k.users {
-		if other.config == config && other.interval != interval {
+		if other.config == config && other.interval != interval && (other.interval < 0 || interval < 0 || other.interval > 0 && interval > 0) {
 			return fmt.Errorf("snapshot is '%s' here and '%s' in another policy: there is one for all, so they should be the same",
 				written(interval), written(other.interval))
 		}
@@ -117,8 +117,11 @@ func (k *keeper) join(p *Policy, config any, seed func() uint64) error {
 
 // written is an interval as it stands in a Caddyfile.
 func written(interval time.Duration) string {
-	if interval < 0 {
+	switch {
+	case interval < 0:
 		return "off"
+	case interval == 0:
+		return "left out"
 	}
 	return interval.String()
 }
@@ -146,26 +149,45 @@ func (k *keeper) wake() {
 	}
 }
 
-// interval is the shortest of the policies that serve requests: a configuration
-// that fails to load has no say. Where none does yet, all have. 0: none wants
-// snapshots.
+// interval is the shortest that is said by the policies that serve requests: a
+// configuration that fails to load has no say. Where none does yet, all have. 0: none
+// wants snapshots.
 func (k *keeper) interval() time.Duration {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	var serving, all time.Duration
+	var serving, all wish
 	for p, u := range k.users {
-		if u.interval <= 0 {
-			continue
-		}
-		all = shorter(all, u.interval)
+		all.add(u.interval)
 		if p.serves.Load() {
-			serving = shorter(serving, u.interval)
+			serving.add(u.interval)
 		}
 	}
-	if serving > 0 {
-		return serving
+	if d := serving.interval(); d > 0 {
+		return d
 	}
-	return all
+	return all.interval()
+}
+
+// wish is what several policies say of the interval.
+type wish struct {
+	said    time.Duration // the shortest; 0: nobody said one
+	leftOut bool
+}
+
+func (w *wish) add(interval time.Duration) {
+	switch {
+	case interval > 0:
+		w.said = shorter(w.said, interval)
+	case interval == 0:
+		w.leftOut = true
+	}
+}
+
+func (w *wish) interval() time.Duration {
+	if w.said == 0 && w.leftOut {
+		return time.Duration(DefaultSnapshot)
+	}
+	return w.said
 }
 
 // shorter returns the shorter of two intervals; 0 is none.

@@ -20,6 +20,16 @@ func TestSnapshotInterval(t *testing.T) {
 	if got := k.interval(); got != time.Hour {
 		t.Errorf("while one serves: %v", got)
 	}
+	leftOut := new(Policy)
+	k.users[leftOut] = keeperUser{}
+	leftOut.serves.Store(true)
+	if got := k.interval(); got != time.Hour {
+		t.Errorf("while another that leaves it out serves, too: %v", got)
+	}
+	delete(k.users, running)
+	if got := k.interval(); got != time.Duration(DefaultSnapshot) {
+		t.Errorf("while only one that leaves it out serves: %v", got)
+	}
 	tried.serves.Store(true)
 	if got := k.interval(); got != time.Second {
 		t.Errorf("when both serve: %v", got)
