@@ -144,8 +144,8 @@ func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 }
 
 // watchEnd has the request's end seen, whatever happens. It costs as much as all
-// else of a decision by load alone, so that it is for where nobody else sees it: see
-// unsent for until a request is sent; from then on its end is that of its response.
+// else of a decision by load alone, so that it is for where nobody else sees the end:
+// most requests are sent, and end when their response does (see unsent for the others).
 func (q *request) watchEnd() {
 	q.mu.Lock()
 	defer q.mu.Unlock()

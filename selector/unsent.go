@@ -31,8 +31,12 @@ func (u *sendQueue) add(q *request, now time.Time) {
 		u.last.later = q
 	}
 	u.last = q
+	due := now.Add(-sendingTime)
+	late := u.first.chosen.Before(due)
 	u.mu.Unlock()
-	u.watch(now.Add(-sendingTime))
+	if late {
+		u.watch(due)
+	}
 }
 
 // watch has the requests watched that came before a time. Whoever shows accounts calls
