@@ -260,11 +260,8 @@ func (r *Replica) send(t *table, a *Attempt, chain []prefixhash.Block, guess, li
 	o.cut(slot, 0, chain[len(chain)-1].End, uint32(len(chain)))
 	o.runs.at(slot).sure, o.runs.at(slot).nth = sure, a.nth
 	o.enter(slot, waiting)
-	for i, b := range chain {
-		if i < from || i >= to {
-			t.put(o, b.Hash, slot)
-		}
-	}
+	t.putAll(o, chain[:min(from, len(chain))], slot)
+	t.putAll(o, chain[min(to, len(chain)):], slot)
 	a.slot, a.gen = slot, o.runs.at(slot).gen()
 	t.changes.sent(runID{a.slot, a.gen}, chain)
 	a.keep(chain)

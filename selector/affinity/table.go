@@ -19,6 +19,7 @@ type table struct {
 	depth   uint8
 	changes *changes // of late, while a snapshot needs them
 	most    int      // blocks that it had room for last; see Index.trim
+	touched uint32   // says nothing; see putAll
 }
 
 type segment struct {
@@ -164,6 +165,26 @@ func (t *table) put(o *order, hash uint64, slot uint32) {
 			return
 		}
 		t.grow(o, s, hash)
+	}
+}
+
+// ahead is how many entries are touched before they are needed.
+const ahead = 16
+
+// putAll makes the run in slot the owner of blocks. Where their entries are is in no
+// order and mostly in no cache: the processor fetches them at once if nothing but their
+// places is asked for, and one after the other if each has to be understood first.
+func (t *table) putAll(o *order, blocks []prefixhash.Block, slot uint32) {
+	for len(blocks) > 0 {
+		n := min(ahead, len(blocks))
+		for _, b := range blocks[:n] {
+			s := t.segment(b.Hash)
+			t.touched += s.entries[s.home(b.Hash)].slot
+		}
+		for _, b := range blocks[:n] {
+			t.put(o, b.Hash, slot)
+		}
+		blocks = blocks[n:]
 	}
 }
 
