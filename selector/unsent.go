@@ -10,8 +10,8 @@ const sendingTime = 10 * time.Millisecond
 
 // unsent are the requests for which an upstream was chosen, oldest first, until they
 // are sent. Caddy may still give one up, and tells nobody; its attempt would stay in
-// the accounts for good. To watch every request's context for that takes longer than
-// a short prompt's key, so only those get a watch that are not sent in time.
+// the accounts for good. To watch every request's context for that would be a tenth of
+// what a short prompt costs, so only those get a watch that are not sent in time.
 var unsent sendQueue
 
 type sendQueue struct {
