@@ -91,7 +91,7 @@ func (h *held) retain() bool {
 func (h *held) release() {
 	if h.refs.Add(-1) == 0 {
 		h.page.free()
-		h.page, h.bytes = nil, nil
+		h.page, h.bytes, h.exact.buf = nil, nil, nil
 	}
 }
 
