@@ -152,8 +152,10 @@ var options = map[string]option[*selector.Config]{
 			return nil
 		}
 		var err error
-		c.Snapshot, err = duration(d, "snapshot", value)
-		return err
+		if c.Snapshot, err = duration(d, "snapshot", value); err != nil {
+			return d.Errf("invalid snapshot '%s': should be an interval such as 10m, or off", value)
+		}
+		return nil
 	}},
 	"shadow": {"", func(d *caddyfile.Dispenser, c *selector.Config) error {
 		c.Shadow = true

@@ -757,6 +757,68 @@ func TestPollInVain(t *testing.T) {
 		})
 	}
 
+	// An engine that says that it has none is left alone; one that has had them, or
+	// that may be starting, is not: when it is back is what matters.
+	const process = known + "process_start_time_seconds %d\n"
+	for _, test := range []struct {
+		name    string
+		had     bool // metrics before
+		down    http.HandlerFunc
+		noticed bool
+	}{
+		{"starts/refusing", false, status(http.StatusServiceUnavailable), true},
+		{"starts/without a page", false, status(http.StatusNotFound), false},
+		{"restarts/refusing", true, status(http.StatusServiceUnavailable), true},
+		{"restarts/behind a gateway", true, status(http.StatusBadGateway), true},
+		{"restarts/without a page", true, status(http.StatusNotFound), true},
+		{"restarts/cutting connections", true, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			var polls, started atomic.Int32
+			up := newScripted(t, nil)
+			serve := func(metrics http.HandlerFunc) {
+				polls.Store(0)
+				up.set(func(w http.ResponseWriter, r *http.Request) {
+					if r.Method == http.MethodGet {
+						metrics(w, r)
+						polls.Add(1)
+						return
+					}
+					yes(w, r)
+				})
+			}
+			running := func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, process, started.Load()) }
+			s := newSite(t, up.addr(), policy("poll 100ms"))
+			asked := func() { eventually(t, "polls", func() bool { return polls.Load() > 2 }) }
+			if test.had {
+				started.Store(1)
+				serve(running)
+				s.ask(t, chat(false, "hello"))
+				asked()
+			}
+			var tries atomic.Int32
+			serve(func(w http.ResponseWriter, r *http.Request) {
+				tries.Add(1)
+				test.down(w, r)
+			})
+			s.ask(t, chat(false, "hello"))
+			if !test.noticed {
+				time.Sleep(time.Second)
+				if n := tries.Load(); n != 1 {
+					t.Errorf("asked %d times although it has no metrics", n)
+				}
+				return
+			}
+			eventually(t, "more tries than are told", func() bool { return tries.Load() > 7 })
+			started.Store(2)
+			serve(running)
+			asked()
+			if u := s.upstreams(t, up.addr())[0]; u.Engine == nil || (u.Generation == 1) != test.had {
+				t.Errorf("after it came back: engine %v, generation %d", u.Engine, u.Generation)
+			}
+		})
+	}
+
 	t.Run("again/after it was known", func(t *testing.T) {
 		var polls atomic.Int32
 		up := newScripted(t, page(""))

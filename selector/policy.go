@@ -122,6 +122,15 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	return p, nil
 }
 
+// handler returns the reverse_proxy handler that the policy belongs to, nil where there
+// is none.
+func (p *Policy) handler() *reverseproxy.Handler {
+	if p.observer == nil {
+		return nil
+	}
+	return p.observer.handler
+}
+
 // checkCache fails where another policy of the configuration says otherwise how
 // much an upstream of both holds: what is known of an upstream is known to all.
 func (p *Policy) checkCache() error {
@@ -135,7 +144,7 @@ func (p *Policy) checkCache() error {
 		for _, upstream := range p.observer.dials() {
 			if slices.Contains(other.observer.dials(), upstream) {
 				return fmt.Errorf("replica_cache of '%s' is %d here and %d in %s: it is one cache, so they should be the same, or one left out",
-					upstream, p.config.ReplicaCache, other.config.ReplicaCache, describe(other.observer.handler))
+					upstream, p.config.ReplicaCache, other.config.ReplicaCache, describe(other.handler()))
 			}
 		}
 	}

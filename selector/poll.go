@@ -21,10 +21,14 @@ const (
 	pollTimeout     = 2 * time.Second
 	pollBytes       = 4 << 20 // an engine has up to 500 KB to say
 	pollConcurrency = 8
-	// pollTries in a row that failed, or an answer that says so, make an engine one
-	// without metrics: it is asked again after pollPause only.
+	// pollTries in a row that failed are told in the log.
 	pollTries = 5
+	// pollPause is how long an engine is left alone that says that it has no metrics,
+	// and never had any. Any other failure may be that of an engine which restarts, and
+	// when it is back is what matters most: it goes on being asked, pollRest apart
+	// where it keeps everybody waiting for an answer.
 	pollPause = 10 * time.Minute
+	pollRest  = 15 * time.Second
 )
 
 // poller reads the metrics of a policy's upstreams at intervals. It asks through
@@ -43,7 +47,7 @@ type poller struct {
 
 // polled is what a poller knows of an upstream.
 type polled struct {
-	failures int
+	failures int       // in a row
 	pause    time.Time // not asked before
 	told     bool      // that its metrics are of no use, since they were last
 }
@@ -220,16 +224,20 @@ func (o *poller) failed(upstream string, u *polled, err error) {
 		return
 	}
 	status, answered := errors.AsType[statusError](err)
-	what, next, pause := "upstream's metrics can't be read", "it is asked again in "+pollPause.String(), pollPause
+	what, next := "upstream's metrics can't be read", "it goes on being asked"
 	switch u.failures++; {
 	case errors.Is(err, errUnknown):
-		what, next, pause = "upstream's page has no metrics of an engine that is known here (is the path right?)", "it goes on being asked", 0
+		what = "upstream's page has no metrics of an engine that is known here (is the path right?)"
 	case answered && status.lasting():
 		what = "upstream has no metrics there (is the path right? llama.cpp has them with --metrics, SGLang with --enable-metrics)"
+		if had := metrics.of(upstream).engine.Load(); had == nil || had.Engine == "" {
+			u.pause, next = time.Now().Add(pollPause), "it is asked again in "+pollPause.String()
+		}
 	case u.failures < pollTries:
 		return
+	case errors.Is(err, context.DeadlineExceeded):
+		u.pause = time.Now().Add(pollRest)
 	}
-	u.failures, u.pause = 0, time.Now().Add(pause)
 	if u.told {
 		return
 	}

@@ -110,7 +110,7 @@ func (k *keeper) join(p *Policy, config any, seed func() uint64) error {
 	}
 	own.users++
 	if p.learned.fresh {
-		k.load(p.learned.key, own)
+		k.load(p, own)
 	}
 	return nil
 }
@@ -198,8 +198,9 @@ func shorter(a, b time.Duration) time.Duration {
 	return min(a, b)
 }
 
-// load reads the snapshot for an index. k.mu is held.
-func (k *keeper) load(key indexKey, own *kept) {
+// load reads the snapshot for a policy's index. k.mu is held.
+func (k *keeper) load(p *Policy, own *kept) {
+	key := p.learned.key
 	file, err := os.Open(k.path)
 	if err != nil {
 		if !errors.Is(err, fs.ErrNotExist) {
@@ -209,6 +210,7 @@ func (k *keeper) load(key indexKey, own *kept) {
 	}
 	own.index.Expect()
 	restart := !k.served.Load() // else new options have made this index
+	policy := describe(p.handler())
 	read := make(chan struct{})
 	k.loads[read] = struct{}{}
 	go func() {
@@ -225,10 +227,14 @@ func (k *keeper) load(key indexKey, own *kept) {
 		if restart && (err == nil || foreign) {
 			k.redrain(restored.Notes)
 		}
-		if foreign && !restart {
+		switch {
+		case foreign && restart: // other policies may find theirs
+			k.log().Warn("nothing was learned before the restart with this policy's seed, block_size and version: it starts anew",
+				zap.String("file", k.path), zap.String("policy", policy))
 			return
-		}
-		if err != nil {
+		case foreign:
+			return
+		case err != nil:
 			k.mu.Lock()
 			k.warn(err)
 			k.mu.Unlock()
