@@ -83,7 +83,9 @@ type Config struct {
 	// queues (also of requests that this gateway did not send), the size of their
 	// KV cache, and whether they have restarted. vLLM, SGLang, llama.cpp,
 	// TensorRT-LLM, Triton, TGI and LMDeploy are understood; an upstream whose page
-	// is none of theirs is warned of once. Off by default.
+	// is none of theirs is warned of once. One that is down or loading goes on being
+	// asked; one that answers that it has none, and never had, is asked every 10
+	// minutes. Off by default.
 	Poll caddy.Duration `json:"poll,omitempty"`
 
 	// Where the metrics are on an upstream. Default is `/metrics`.
