@@ -106,6 +106,7 @@ func TestAdaptErrors(t *testing.T) {
 		{"empty/orca", `orca ""`, "invalid orca ''"},
 		{"empty/poll-path", `poll 1s ""`, "invalid poll_path ''"},
 		{"empty/block_size", `block_size ""`, "invalid block_size ''"},
+		{"value/snapshot", "snapshot of", "invalid snapshot 'of': should be an interval such as 10m, or off"},
 		{"empty/snapshot", `snapshot ""`, "invalid snapshot ''"},
 		{"empty/drain", `drain a:1 ""`, "invalid drain ''"},
 		{"value/drain-url", "drain http://a:1", "invalid drain 'http://a:1': should be the address of an upstream, as host:port"},

@@ -771,6 +771,7 @@ func TestPollInVain(t *testing.T) {
 		{"restarts/refusing", true, status(http.StatusServiceUnavailable), true},
 		{"restarts/behind a gateway", true, status(http.StatusBadGateway), true},
 		{"restarts/without a page", true, status(http.StatusNotFound), true},
+		{"restarts/with an empty page", true, page(""), true},
 		{"restarts/cutting connections", true, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {

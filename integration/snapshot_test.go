@@ -326,6 +326,9 @@ func TestUselessSnapshots(t *testing.T) {
 		if n := strings.Count(log, `"level":"warn","ts"`) - strings.Count(log, "exiting; byeee"); n != test.warnings {
 			t.Errorf("%s: %d warnings, want %d:\n%s", test.name, n, test.warnings, log)
 		}
+		if named := strings.Contains(log, `it starts anew`) && strings.Contains(log, `"policy":"reverse_proxy 127.0.0.1:`); named != (test.name == "foreign") {
+			t.Errorf("%s: a policy is named: %t\n%s", test.name, named, log)
+		}
 		if now, err := os.ReadFile(g.snapshot()); err != nil || bytes.Equal(now, test.file) {
 			t.Errorf("%s: no new snapshot was written: %v", test.name, err)
 		}

@@ -242,7 +242,7 @@ func (u *upstreamState) count(s *upstreamSeries) {
 	u.PromptTokens, u.MatchedTokens = counted(s.promptTokens), counted(s.matchedTokens)
 	u.CachedTokens, u.ReportedPromptTokens = counted(s.cachedTokens), counted(s.reportedTokens)
 	u.TTFTHit, u.TTFTMiss = timed(s.ttftHit), timed(s.ttftMiss)
-	if m := s.engine.Load(); m != nil && m.Engine != "" {
+	if m := s.engine.Load(); m != nil {
 		u.Engine = &engineState{Name: m.Engine, Waiting: max(m.QueueDepth, 0), Running: max(m.Running, 0), KVUsage: max(m.KVUsage, 0)}
 		if m.PrefixQueries > 0 {
 			u.Engine.HitRatio = max(m.PrefixHits, 0) / m.PrefixQueries

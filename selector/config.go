@@ -154,9 +154,10 @@ type Config struct {
 	// drains made through the admin API. It is read in the background at the
 	// start, unless it is older than 24 hours. 12 to 24 bytes a block. Nothing is
 	// written before a request has come, nor by a second Caddy that uses the same
-	// directory. There is one for all policies of a configuration, so that those
-	// that say it should agree. A negative value, `off` in a Caddyfile, neither
-	// reads nor writes it. Default is what another policy says, else 1m.
+	// directory. There is one for all policies of a configuration: those that say an
+	// interval should agree. A negative value, `off` in a Caddyfile, neither reads nor
+	// writes it, and should be in all or none. Default is what another policy says,
+	// else 1m.
 	Snapshot caddy.Duration `json:"snapshot,omitempty"`
 
 	// Decide and record, but let the fallback choose: for trying the policy out.

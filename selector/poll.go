@@ -157,15 +157,15 @@ func (o *poller) ask(upstream string) error {
 	if err != nil {
 		return err
 	}
+	if said.Engine == "" {
+		return errUnknown // and what it said before is what the next page is compared with
+	}
 	if said.StartTime < 0 { // llama.cpp says it in a header
 		if started, err := strconv.ParseFloat(res.Header.Get("Process-Start-Time-Unix"), 64); err == nil {
 			said.StartTime = started
 		}
 	}
 	o.tell(upstream, said)
-	if said.Engine == "" {
-		return errUnknown
-	}
 	return nil
 }
 
@@ -230,7 +230,7 @@ func (o *poller) failed(upstream string, u *polled, err error) {
 		what = "upstream's page has no metrics of an engine that is known here (is the path right?)"
 	case answered && status.lasting():
 		what = "upstream has no metrics there (is the path right? llama.cpp has them with --metrics, SGLang with --enable-metrics)"
-		if had := metrics.of(upstream).engine.Load(); had == nil || had.Engine == "" {
+		if metrics.of(upstream).engine.Load() == nil {
 			u.pause, next = time.Now().Add(pollPause), "it is asked again in "+pollPause.String()
 		}
 	case u.failures < pollTries:

@@ -59,7 +59,9 @@ func TestPollRests(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			p := newTestPolicy(t, Config{})
 			upstream := test.name // its own: what engines say is known to all policies
-			metrics.of(upstream).engine.Store(&signal.EngineMetrics{Engine: test.had})
+			if test.had != "" {
+				metrics.of(upstream).engine.Store(&signal.EngineMetrics{Engine: test.had})
+			}
 			o := newPoller(p)
 			defer o.close()
 			u := o.of(upstream)

@@ -9,7 +9,8 @@ import (
 
 // An Attempt is one try of one request on one replica. The replica's account
 // and index have it from the moment it was routed; what is seen of the response must
-// be told by its methods, and at last Finish. They may come from any goroutine, in any order and more than once.
+// be told by its methods, and at last Finish. They may come from any goroutine, in any
+// order and more than once.
 type Attempt struct {
 	replica  *Replica
 	prompt   float64
