@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"math"
 	"math/bits"
-	"unicode/utf8"
 
 	"github.com/cespare/xxhash/v2"
 )
@@ -137,38 +136,22 @@ func (c *chain) writeByte(b byte) {
 	c.advance(1)
 }
 
-// write adds text.
+// write adds bytes as they are.
 func (c *chain) write(p []byte) {
 	for len(p) > 0 && !c.stopped {
-		n := copy(c.room(), p)
+		room := c.limit - c.pos
+		if c.pos == c.start && room <= uint64(len(p)) && room%stripe == 0 {
+			c.pos += room
+			c.close(p[:room], int(room)) // without copying it
+			p = p[room:]
+			continue
+		}
+		n := copy(c.open[c.used:][:room], p)
 		c.used += n
 		c.advance(uint64(n))
 		p = p[n:]
 	}
 	c.pos += uint64(len(p))
-}
-
-// room is what is left of the open block.
-func (c *chain) room() []byte {
-	n := c.limit - c.pos
-	return c.open[c.used:][:n:n]
-}
-
-// decoded adds the text of a JSON string as it stands between its quotes. cut
-// tells that the body ended within it.
-func (c *chain) decoded(raw []byte, cut bool) {
-	for len(raw) > 0 && !c.stopped {
-		var plain []byte
-		if room := c.room(); len(room) >= utf8.UTFMax {
-			plain, raw = decode(room[:0], raw, cut)
-			c.used += len(plain)
-			c.advance(uint64(len(plain)))
-		} else {
-			plain, raw = decode(c.buf[:0:2*utf8.UTFMax], raw, cut)
-			c.write(plain)
-		}
-	}
-	c.pos += uint64(len(raw))
 }
 
 // media adds an image, sound, video or file by the hash of its content.
@@ -193,12 +176,17 @@ func (c *chain) cut() {
 	}
 	padded := (c.used + stripe - 1) / stripe * stripe
 	clear(c.open[c.used:padded])
-	hi, lo := nh(c.open[:padded], c.key)
+	c.close(c.open[:padded], c.used)
+}
+
+// close ends the open block with all of its text, padded to whole stripes.
+func (c *chain) close(padded []byte, used int) {
+	hi, lo := nh(padded, c.key)
 	var sum [32]byte
 	binary.LittleEndian.PutUint64(sum[:], hi)
 	binary.LittleEndian.PutUint64(sum[8:], lo)
 	binary.LittleEndian.PutUint64(sum[16:], c.marks)
-	binary.LittleEndian.PutUint64(sum[24:], uint64(c.used))
+	binary.LittleEndian.PutUint64(sum[24:], uint64(used))
 	c.digest.ResetWithSeed(c.hash)
 	_, _ = c.digest.Write(sum[:])
 	hash := c.digest.Sum64()

@@ -43,7 +43,7 @@ func (g *ignorer) write(c *chain, raw []byte, cut bool) {
 					break
 				}
 				if match[1] > match[0] {
-					c.write(window[from:match[0]])
+					c.spell(window[from:match[0]])
 					from = match[1]
 					g.left--
 					g.matched = true
@@ -51,7 +51,7 @@ func (g *ignorer) write(c *chain, raw []byte, cut bool) {
 			}
 		}
 		end = max(end, from)
-		c.write(window[from:end])
+		c.spell(window[from:end])
 		text = text[end:]
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// json adds a value that a template prints as JSON: compact, text decoded,
+// json adds a value that a template prints as JSON: compact, text in one spelling,
 // numbers as they are spelled. Members keep their order unless sorted is set,
 // for values whose members templates only look up. Of equal keys the last
 // value counts, in the place of the first, as engines read them.

@@ -10,6 +10,10 @@
 // changes the key from that block on: model, adapter, salt, templates,
 // tools and their order, roles, names, text, tool calls and results, media.
 //
+// Prompt bytes are those of names and marks, and of text as JSON spells it in UTF-8 with the
+// fewest escapes: nearly all bodies come in that spelling, and are hashed where they
+// lie. So a line feed is two prompt bytes.
+//
 // A message starts a block and its last block may be short, so a conversation
 // of short messages still matches, and turn N+1 matches the whole of turn N.
 // The shape of the body decides which API it is (OpenAI chat, completions and
@@ -47,7 +51,7 @@ const DefaultBlockBytes = 256
 // KeyVersion goes into every hash. It is raised whenever the same body and
 // Config give other hashes than before, so that hashes kept across an upgrade
 // match nothing instead of something else.
-const KeyVersion = 2
+const KeyVersion = 3
 
 // Config shapes the hashes: two keys can agree only if made with equal Configs.
 type Config struct {

@@ -525,8 +525,8 @@ func TestScopeAndSeed(t *testing.T) {
 // The hashes are kept on disk and shared between gateways: when this fails on
 // purpose, raise KeyVersion.
 func TestHashesAreStable(t *testing.T) {
-	k := sum(t, chat, `{"model":"m","tools":[{"name":"f"}],"messages":[{"role":"user","content":[{"type":"text","text":"Hello, world"},{"type":"image_url","image_url":{"url":"data:,A"}}]}]}`)
-	want := []Block{{0x28202bb64dadaf7e, 0x3}, {0xcce15d26574a60bc, 0x13}, {0x810dd754400b64d, 0x1016}}
+	k := sum(t, chat, `{"model":"m","tools":[{"name":"f"}],"messages":[{"role":"user","content":[{"type":"text","text":"Hello,\nworld"},{"type":"image_url","image_url":{"url":"data:,A"}}]}]}`)
+	want := []Block{{0x2190a8d17f5d4bed, 0x3}, {0xdfb06c793053772d, 0x13}, {0xb18745ef7e0de105, 0x1017}}
 	if !slices.Equal(k.Blocks, want) {
 		t.Errorf("got %#v", k.Blocks)
 	}

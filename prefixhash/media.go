@@ -80,7 +80,7 @@ func (r *keyer) contentHash(n ref, modality byte) uint64 {
 	raw := r.raw(n)
 	c := &r.medium
 	c.begin(r.root+uint64(modality), r.key, int(r.fine))
-	c.decoded(raw[dataURL(raw):], r.nodes[n].cut)
+	c.spelled(raw[dataURL(raw):], r.nodes[n].cut)
 	c.cut()
 	return c.hash
 }

@@ -371,11 +371,11 @@ func (r *keyer) field(m mark, n ref) {
 	}
 }
 
-// text adds the decoded text of a string.
+// text adds the text of a string.
 func (r *keyer) text(n ref) {
 	v := r.nodes[n]
 	if r.ignore.pattern == nil {
-		r.decoded(r.raw(n), v.cut)
+		r.spelled(r.raw(n), v.cut)
 	} else {
 		r.ignore.write(&r.chain, r.raw(n), v.cut)
 	}

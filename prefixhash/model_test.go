@@ -143,9 +143,22 @@ func items(v any) []any {
 
 func (m *model) mark(k mark) { m.units = append(m.units, unit{mark: k}) }
 func (m *model) boundary()   { m.units = append(m.units, unit{boundary: true}) }
-func (m *model) text(s string) {
+func (m *model) bytes(s string) {
 	for _, c := range []byte(s) {
 		m.units = append(m.units, unit{text: c})
+	}
+}
+
+// text adds text as JSON spells it.
+func (m *model) text(s string) {
+	for _, c := range []byte(s) {
+		if i := strings.IndexByte("\"\\\b\f\n\r\t", c); i >= 0 {
+			m.bytes("\\" + `"\bfnrt`[i:i+1])
+		} else if c < ' ' {
+			m.bytes(fmt.Sprintf(`\u%04x`, c))
+		} else {
+			m.bytes(string([]byte{c}))
+		}
 	}
 }
 
@@ -157,7 +170,7 @@ func (m *model) json(v any, sorted bool) {
 		m.mark(map[bool]mark{true: markTrue, false: markFalse}[v])
 	case json.Number:
 		m.mark(markNumber)
-		m.text(v.String())
+		m.bytes(v.String())
 	case string:
 		if strings.HasPrefix(v, "data:") && strings.Contains(v[:min(len(v), 128)], ";base64,") {
 			m.medium(v, 0)
@@ -178,7 +191,7 @@ func (m *model) json(v any, sorted bool) {
 		} else {
 			for _, e := range v {
 				m.mark(markKey)
-				m.text(e.key)
+				m.bytes(e.key)
 				m.json(e.value, false)
 			}
 		}
@@ -192,7 +205,7 @@ func (m *model) sorted(t tree, skip ...string) {
 	for _, e := range t {
 		if !slices.Contains(skip, e.key) {
 			m.mark(markKey)
-			m.text(e.key)
+			m.bytes(e.key)
 			m.json(e.value, true)
 		}
 	}
@@ -380,7 +393,7 @@ func (m *model) system(v any) {
 		return
 	}
 	m.mark(markMessage)
-	m.text("system")
+	m.bytes("system")
 	m.mark(markText)
 	for _, e := range list {
 		if s, ok := obj(e).get("text").(string); ok {
@@ -506,7 +519,7 @@ func (m *model) single(v any) {
 						id = id*10 + uint32(c-'0')
 					}
 				}
-				m.text(string(binary.LittleEndian.AppendUint32(nil, id)))
+				m.bytes(string(binary.LittleEndian.AppendUint32(nil, id)))
 			} else {
 				m.single(e)
 			}

@@ -6,75 +6,62 @@ import (
 	"unicode/utf8"
 )
 
-// appendDecoded appends the whole text of a JSON string.
+// appendDecoded appends the text that a JSON string spells. Escapes that JSON doesn't
+// know stay as they are, halves of surrogate pairs become U+FFFD; an escape that the end
+// of the body cut is left out.
 func appendDecoded(dst, raw []byte, cut bool) []byte {
-	for len(raw) > 0 {
-		if cap(dst)-len(dst) < utf8.UTFMax {
-			dst = append(dst, make([]byte, max(len(raw), 64))...)[:len(dst)]
+	for {
+		n := bytes.IndexByte(raw, '\\')
+		if n < 0 {
+			return append(dst, raw...)
 		}
-		dst, raw = decode(dst, raw, cut)
+		dst, raw = append(dst, raw[:n]...), raw[n:]
+		if len(raw) == 1 {
+			return dst
+		}
+		switch c := raw[1]; {
+		case escapes[c] != 0:
+			dst, raw = append(dst, escapes[c]), raw[2:]
+		case c != 'u':
+			dst, raw = append(dst, '\\', c), raw[2:]
+		default:
+			r, size := escaped(raw, cut)
+			switch {
+			case size == 0:
+				return dst
+			case r < 0:
+				dst = append(dst, '\\', 'u')
+			default:
+				dst = utf8.AppendRune(dst, r)
+			}
+			raw = raw[size:]
+		}
 	}
-	return dst
 }
 
-// decode appends text of a JSON string to dst as far as its capacity goes and
-// returns what is left of raw. Escapes that JSON doesn't know stay as they
-// are, halves of surrogate pairs become U+FFFD; an escape that the end of the
-// body cut is left out.
-func decode(dst, raw []byte, cut bool) (decoded, rest []byte) {
-	out := dst[:cap(dst)]
-	at := len(dst)
-	for len(raw) > 0 && len(out)-at >= utf8.UTFMax {
-		if raw[0] != '\\' {
-			plain := raw[:min(len(raw), len(out)-at)]
-			if i := bytes.IndexByte(plain, '\\'); i >= 0 {
-				plain = plain[:i]
-			}
-			at += copy(out[at:], plain)
-			raw = raw[len(plain):]
-			continue
-		}
-		if len(raw) == 1 {
-			return out[:at], nil
-		}
-		c := raw[1]
-		if plain := escapes[c]; plain != 0 {
-			out[at] = plain
-			at++
-			raw = raw[2:]
-			continue
-		}
-		if c != 'u' {
-			out[at], out[at+1] = '\\', c
-			at += 2
-			raw = raw[2:]
-			continue
-		}
-		if len(raw) < 6 {
-			return out[:at], nil
-		}
-		r, size := hex4(raw[2:6]), 6
-		if r < 0 {
-			out[at], out[at+1] = '\\', 'u'
-			at += 2
-			raw = raw[2:]
-			continue
-		}
-		if utf16.IsSurrogate(r) {
-			low := rune(-1)
-			if len(raw) >= 12 && raw[6] == '\\' && raw[7] == 'u' {
-				low = hex4(raw[8:12])
-			} else if cut && len(raw) < 12 {
-				return out[:at], nil
-			}
-			if r = utf16.DecodeRune(r, low); r != utf8.RuneError {
-				size = 12
-			}
-		}
-		at += utf8.EncodeRune(out[at:], r)
-		raw = raw[size:]
+// escaped returns the rune that a \u escape at the start of raw stands for, and its
+// length. The rune is negative where it isn't one, the length 0 where the end of the body
+// cut it.
+func escaped(raw []byte, cut bool) (r rune, size int) {
+	if len(raw) < 6 {
+		return 0, 0
 	}
-	return out[:at], raw
+	if r = hex4(raw[2:6]); r < 0 {
+		return r, 2
+	}
+	if !utf16.IsSurrogate(r) {
+		return r, 6
+	}
+	low := rune(-1)
+	if len(raw) >= 12 && raw[6] == '\\' && raw[7] == 'u' {
+		low = hex4(raw[8:12])
+	} else if cut && len(raw) < 12 {
+		return 0, 0
+	}
+	if r = utf16.DecodeRune(r, low); r == utf8.RuneError {
+		return r, 6
+	}
+	return r, 12
 }
 
 // escapes are the bytes that stand for others after a backslash.
