@@ -220,7 +220,7 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 			return nil // and the body stays for an error route
 		}
 		p.learns()
-		q = p.newRequest(vars, r)
+		q = p.newRequest(vars, trail, r)
 	}
 	up := p.choose(q, pool, r, w)
 	if up != nil && p.observer != nil {

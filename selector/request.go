@@ -104,8 +104,9 @@ func (t *trail) find(p *Policy, r *http.Request) *request {
 	return q
 }
 
-// newRequest reads what the request says about its prompt.
-func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
+// newRequest reads what the request says about its prompt, and puts it on the trail, or, where
+// there is none yet, a new one among the variables.
+func (p *Policy) newRequest(vars map[string]any, t *trail, r *http.Request) *request {
 	var q *request
 	if cause := unwanted(r); cause == keyed {
 		both := new(struct { // one allocation
@@ -117,7 +118,7 @@ func (p *Policy) newRequest(vars map[string]any, r *http.Request) *request {
 		q = &request{cause: cause}
 	}
 	q.policy, q.r = p, r
-	if q.trail, _ = vars[trailVar].(*trail); q.trail == nil {
+	if q.trail = t; t == nil {
 		q.trail = &q.own
 		if vars != nil {
 			vars[trailVar] = q.trail

@@ -188,7 +188,7 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	}
 	a.replica, a.uncached = r, uncached(prompt, s.matched(choice.Candidate))
 	r.load.enqueue(a, now)
-	r.load.give(r.group.Load(), a.uncached, r.limit(), len(cands))
+	r.load.give(r.group.Load(), a, r.limit(), len(cands))
 	if len(chain) > 0 {
 		r.load.bring(chain, s.views[choice.Candidate].held)
 	} else {

@@ -376,10 +376,15 @@ func (l *load) filled(g *group, capacity float64) float64 {
 	return l.fill * math.Exp((l.filledAt-g.clock)/capacity)
 }
 
-// give adds work to what was given lately; n replicas share the group's. Before
-// a replica has a group, as where only other gateways have used it so far, it
-// counts as the average of its peers.
-func (l *load) give(g *group, tokens, capacity float64, n int) {
+// give adds a request's work to what was given lately; n replicas share the group's.
+// Before a replica has a group, as where only other gateways have used it so far, it
+// counts as the average of its peers. What has no prompt, a look at the list of models, say,
+// is none of the requests whose mean work is known.
+func (l *load) give(g *group, a *Attempt, capacity float64, n int) {
+	if a.prompt == 0 {
+		return
+	}
+	tokens := a.uncached
 	if g == nil {
 		l.fill = l.fill*math.Exp(-tokens/capacity) + tokens
 		return

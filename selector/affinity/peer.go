@@ -87,7 +87,7 @@ func (p *Peer) send(now time.Time, e *Event) {
 	}
 	x.fleet.mu.Lock()
 	r.load.enqueue(a, now)
-	r.load.give(r.group.Load(), a.uncached, r.limit(), max(e.Candidates, 1))
+	r.load.give(r.group.Load(), a, r.limit(), max(e.Candidates, 1))
 	if len(e.Blocks) == 0 {
 		r.load.turn = x.turns.Add(1)
 	}
