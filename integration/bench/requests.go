@@ -33,8 +33,8 @@ func (s setting) String() string {
 }
 
 // requestLimits are the most that -check lets the CPU time of a request be, as a
-// multiple of least_conn's. What was measured is 1.18, 1.10 and 1.92; ten times
-// as much on top of least_conn would be 2.8, 2.0 and 10.
+// multiple of least_conn's. What was measured is 1.08, 1.12 and 2.07; ten times
+// as much on top of least_conn would be 1.8, 2.2 and 12.
 var requestLimits = map[int]float64{2 << 10: 1.5, 32 << 10: 2, 512 << 10: 4}
 
 func settings() (all []setting) {
