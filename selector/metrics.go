@@ -2,7 +2,7 @@ package selector
 
 import (
 	"errors"
-	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -47,7 +47,7 @@ type metricSet struct {
 	gauges         fleetGauges
 	sync           syncMetrics
 
-	causes atomic.Pointer[map[string]prometheus.Counter] // of unkeyed; changed under mu
+	causes atomic.Pointer[[]causeCounter] // of unkeyed; changed under mu
 
 	mu     sync.RWMutex
 	series map[string]*upstreamSeries
@@ -166,23 +166,35 @@ func (m *metricSet) forget(known func(upstream string) bool) {
 	}
 }
 
+// causeCounter counts the requests without a key for one cause.
+type causeCounter struct {
+	cause string
+	prometheus.Counter
+}
+
 // withoutKey counts a request without a key.
 func (m *metricSet) withoutKey(cause string) {
-	if known := m.causes.Load(); known != nil {
-		if counter := (*known)[cause]; counter != nil {
-			counter.Inc()
+	var known []causeCounter // few: to compare their names is faster than a map
+	if all := m.causes.Load(); all != nil {
+		known = *all
+	}
+	for i := range known {
+		if known[i].cause == cause {
+			known[i].Inc()
 			return
 		}
 	}
+	counter := m.unkeyed.WithLabelValues(cause)
+	counter.Inc()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	counters := make(map[string]prometheus.Counter)
-	if known := m.causes.Load(); known != nil {
-		maps.Copy(counters, *known)
+	if all := m.causes.Load(); all != nil {
+		known = *all
 	}
-	counters[cause] = m.unkeyed.WithLabelValues(cause)
-	counters[cause].Inc()
-	m.causes.Store(&counters)
+	if !slices.ContainsFunc(known, func(c causeCounter) bool { return c.cause == cause }) {
+		known = append(slices.Clone(known), causeCounter{cause, counter})
+		m.causes.Store(&known)
+	}
 }
 
 // pollDue reports whether the upstream's metrics should be read now, and takes
