@@ -7,6 +7,7 @@ import (
 	"net/http/cookiejar"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -90,6 +91,69 @@ func TestDeadHolderWithoutHealthChecks(t *testing.T) {
 		if d := s.ask(t, body); d.upstream == holder || d.reason != "unhealthy" {
 			t.Errorf("request %d: %+v", i, d)
 		}
+	}
+}
+
+// Without retries, too, a client that tries again after an answer which is the upstream's
+// fault comes to another one, and the answers that are the request's fault move nothing.
+func TestFailingHolderIsPassedOver(t *testing.T) {
+	for _, c := range []struct {
+		status int
+		moves  bool
+	}{{500, true}, {502, true}, {503, true}, {429, true}, {400, false}, {404, false}, {501, false}} {
+		for _, size := range []int{600, 20_000} {
+			t.Run(fmt.Sprintf("%d/%d bytes", c.status, size), func(t *testing.T) {
+				fleet := harness.TestFleet(t, 3, quick)
+				s := newSite(t, fleet.Upstreams(), policy())
+				body := chat(false, words("asked", size))
+				holder := s.ask(t, body).upstream
+				if d := s.ask(t, body); d.upstream != holder {
+					t.Fatalf("the test needs a holder: %+v after %s", d, holder)
+				}
+				for _, e := range fleet {
+					if e.Addr() == holder {
+						if err := e.SetFaults(engine.Faults{FailStatus: c.status}); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				if res, _ := s.post(t, chatPath, body); res.StatusCode != c.status || decisionOf(t, res).upstream != holder {
+					t.Fatalf("status %d from %+v", res.StatusCode, decisionOf(t, res))
+				}
+				res, _ := s.post(t, chatPath, body)
+				if moved := decisionOf(t, res).upstream != holder; moved != c.moves {
+					t.Errorf("then status %d, %+v", res.StatusCode, decisionOf(t, res))
+				}
+			})
+		}
+	}
+}
+
+// An upstream that fails at once has nothing in flight and is the cheapest of all but for
+// that. It must not get what the others would have served.
+func TestFailingUpstreamIsNoBlackHole(t *testing.T) {
+	fleet := harness.TestFleet(t, 4, quick)
+	s := newSite(t, fleet.Upstreams(), policy())
+	if err := fleet[0].SetFaults(engine.Faults{FailStatus: http.StatusInternalServerError}); err != nil {
+		t.Fatal(err)
+	}
+	const clients, requests = 8, 50
+	var failed atomic.Int64
+	began := time.Now()
+	var wg sync.WaitGroup
+	for c := range clients {
+		wg.Go(func() {
+			for i := range requests {
+				if res, _ := s.post(t, chatPath, chat(false, words(fmt.Sprintf("client %d, %d", c, i), 120))); res.StatusCode != http.StatusOK {
+					failed.Add(1)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	// Each 2 s it is tried again, by as many at once as come before the first has failed.
+	if most := clients * int64(1+time.Since(began)/(2*time.Second)); failed.Load() > most {
+		t.Errorf("%d of %d requests failed in %v, at most %d should", failed.Load(), clients*requests, time.Since(began), most)
 	}
 }
 

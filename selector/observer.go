@@ -259,6 +259,9 @@ func (o *observer) watch(q *request, attempt *affinity.Attempt, res *http.Respon
 	case status == http.StatusTooManyRequests, status == http.StatusServiceUnavailable:
 		attempt.Finish(now, affinity.Refused, retryAfter(res.Header.Get("Retry-After"), now))
 		q.watchEnd() // there may be another attempt
+	case status >= http.StatusInternalServerError && status != http.StatusNotImplemented: // which is about the request
+		attempt.Finish(now, affinity.Lost, 0)
+		q.watchEnd() // the same
 	case status < 200 || status > 299:
 		attempt.Finish(now, affinity.Rejected, 0)
 		q.watchEnd() // the same

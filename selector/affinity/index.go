@@ -336,7 +336,7 @@ func (x *Index) choose(views []view, cands []Candidate, g *group, key *prefixhas
 		c.Candidate, c.Reason = stored, Session
 	case len(key.Blocks) == 0:
 		c.Candidate, c.Reason = leastBusy(cands, now), NoKey
-		if session >= 0 && views[session].usable && views[session].inFlight <= views[c.Candidate].inFlight+1 {
+		if session >= 0 && views[session].usable && views[session].inFlight+views[session].r.load.lost(now) <= views[c.Candidate].inFlight+1 {
 			c.Candidate, c.Reason = session, Session
 		}
 	default:

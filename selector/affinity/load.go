@@ -88,13 +88,13 @@ type load struct {
 	firsts [broughtKept]uint64 // of the nth prompt brought, at n%broughtKept: the hash of its first block that was not there
 }
 
-// penalty is the work of a request that a replica refused, or whose connection
-// failed.
+// penalty is the work of a request that a replica refused or failed. For a while it
+// counts as if it waited there.
 type penalty struct {
-	tokens float64
-	failed float64 // of them, where the connection did
-	lost   int     // connections that did
-	until  time.Time
+	tokens   float64
+	failed   float64 // of them, where the replica failed
+	requests int
+	until    time.Time
 }
 
 // speed sums up measured prefills, old ones fading. Their ratio hardly moves by
@@ -215,22 +215,22 @@ func (l *load) leave(a *Attempt) {
 	}
 }
 
-// punish lets a request that was refused, or whose connection failed, count as
+// punish lets a request that was refused, or that the replica failed, count as
 // work.
 func (l *load) punish(tokens float64, failed bool, now time.Time, d time.Duration) {
 	if d <= 0 {
 		d = penaltyTime
 	}
 	l.pardon(now)
-	p := penalty{tokens: tokens, until: now.Add(d)}
+	p := penalty{tokens: tokens, requests: 1, until: now.Add(d)}
 	if failed {
-		p.failed, p.lost = tokens, 1
+		p.failed = tokens
 	}
 	if n := len(l.penalties); n == penalties {
 		last := &l.penalties[n-1]
 		p.tokens += last.tokens
 		p.failed += last.failed
-		p.lost += last.lost
+		p.requests += last.requests
 		if last.until.After(p.until) {
 			p.until = last.until
 		}
@@ -352,20 +352,21 @@ func (l *load) pardon(now time.Time) {
 	l.penalties = slices.DeleteFunc(l.penalties, func(p penalty) bool { return !now.Before(p.until) })
 }
 
-// failed is what of the work pending is there only because connections failed.
-// It follows pending, which drops what is over.
-func (l *load) failed() (work float64) {
+// punished sums up the penalties. It follows pending, which drops what is over.
+func (l *load) punished() (sum penalty) {
 	for _, p := range l.penalties {
-		work += p.failed
+		sum.tokens += p.tokens
+		sum.failed += p.failed
+		sum.requests += p.requests
 	}
-	return work
+	return sum
 }
 
-// lost is how many connections failed lately.
+// lost is how many requests were refused or failed lately.
 func (l *load) lost(now time.Time) (n int) {
 	for _, p := range l.penalties {
 		if now.Before(p.until) {
-			n += p.lost
+			n += p.requests
 		}
 	}
 	return n

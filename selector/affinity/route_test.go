@@ -677,6 +677,106 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
+// Who tries again after a failure on an idle fleet comes to another replica, however
+// much of the prompt the one that failed holds, and however little it was given of late.
+func TestNextTryGoesElsewhere(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		blocks  int
+		outcome Outcome
+		warm    int  // prompts of 6,400 tokens that the others had of late
+		holds   bool // it has the prompt
+	}{
+		{"lost/tiny", 1, Lost, 0, true},
+		{"lost/short", 20, Lost, 0, true},
+		{"lost/long", 2000, Lost, 0, true},
+		{"lost/given little", 100, Lost, 500, true},
+		{"lost/given little, tiny and cold", 1, Lost, 500, false},
+		{"refused/tiny", 1, Refused, 0, true},
+		{"refused/long", 2000, Refused, 0, true},
+		{"refused/given little, tiny and cold", 1, Refused, 500, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			x := newFixture(4)
+			prompt := keyOf(series(1, c.blocks)...)
+			serveAt := func(at int, key *prefixhash.Key) {
+				_, a := x.index.Route(x.now, key, x.cands[at:at+1], &x.rule, nil)
+				a.Confirm(x.now, true)
+				a.FirstOutput(x.now)
+				a.Finish(x.now, Served, 0)
+			}
+			for i := range 4 { // all known
+				serveAt(i, keyOf(series(10_000+i, 100)...))
+			}
+			for i := range c.warm {
+				serveAt(1+i%3, keyOf(series(i+100, 100)...))
+			}
+			if c.holds {
+				serveAt(0, prompt)
+			}
+			first, a := x.route(prompt)
+			if (c.holds || c.warm > 0) && first.Candidate != 0 && c.blocks > 1 {
+				t.Fatalf("the test needs it to go to replica 0 first: %+v", first)
+			}
+			a.Finish(x.now, c.outcome, 0)
+			second, a := x.route(prompt)
+			if second.Candidate == first.Candidate {
+				t.Errorf("tried again where it has just failed: %+v", second)
+			}
+			a.Finish(x.now, Aborted, 0)
+			x.now = x.now.Add(penaltyTime)
+			if third, _ := x.route(prompt); third.Candidate != first.Candidate {
+				t.Errorf("the failure still counts: %+v", third)
+			}
+		})
+	}
+}
+
+// A replica that fails at once is always idle, and behind with what it was given:
+// it must not get all prompts for that.
+func TestFailingReplicaIsNoBlackHole(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		blocks int
+		keyed  bool
+	}{{"tiny", 1, true}, {"short", 10, true}, {"long", 200, true}, {"without a prompt", 0, false}} {
+		t.Run(c.name, func(t *testing.T) {
+			x := newFixture(4)
+			for i := range 400 { // while replica 0 was full, say
+				at := i % 4
+				if i >= 8 {
+					at = 1 + i%3
+				}
+				_, a := x.index.Route(x.now, keyOf(series(i, 100)...), x.cands[at:at+1], &x.rule, nil)
+				a.Confirm(x.now, true)
+				a.FirstOutput(x.now)
+				a.Finish(x.now, Served, 0)
+			}
+			const requests = 600 // in a minute
+			failed := 0
+			for i := range requests {
+				var key *prefixhash.Key
+				if c.keyed {
+					key = keyOf(series(1000+i, c.blocks)...)
+				}
+				choice, a := x.route(key)
+				if choice.Candidate == 0 {
+					failed++
+					a.Finish(x.now, Lost, 0)
+				} else {
+					a.Confirm(x.now, true)
+					a.FirstOutput(x.now)
+					a.Finish(x.now, Served, 0)
+				}
+				x.now = x.now.Add(time.Minute / requests)
+			}
+			if most := 1 + int(time.Minute/penaltyTime); failed > most {
+				t.Errorf("%d of %d went to the one that fails, at most %d should", failed, requests, most)
+			}
+		})
+	}
+}
+
 func TestQueueDepth(t *testing.T) {
 	x := newFixture(2)
 	for i := range 20 {

@@ -42,7 +42,8 @@ type view struct {
 	pace     float64 // load.pace
 	queue    float64 // requests before their first output
 	cost     float64
-	failed   float64 // of it, what requests count whose connections failed lately
+	lost     float64 // of it, what requests count that were refused or failed lately,
+	failed   float64 // and of that, those that the replica failed
 }
 
 // weigh sets what the request would cost on each usable candidate:
@@ -61,7 +62,9 @@ type view struct {
 // known to hold counts as holding half of it: another gateway, which sees it as
 // new too, may have sent it there. Where a replica must have evicted what it held,
 // a fiftieth of that counts as held: if more of its cache is left than is believed,
-// this is how that comes to light.
+// this is how that comes to light. What was refused or failed lately counts as waiting
+// there, at what it would cost where it costs most, so that on an idle fleet one failure is
+// enough for the next try to go elsewhere, however much is cached there.
 //
 // alpha = 1 would take the shortest time to first token. That is unstable: it
 // ignores that computing a prefix again delays everyone behind and evicts what
@@ -93,6 +96,7 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 	if rule.Rendezvous {
 		home, spare = homeOf(views, chain), homeShare*unheld(views, prompt)
 	}
+	dearest, some := 0.0, false
 	for i := range views {
 		v := &views[i]
 		if !v.usable {
@@ -115,9 +119,29 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 		if i == home {
 			fresh = max(fresh-spare, 1)
 		}
-		v.cost = (l.pending(rate*v.pace, now)+(alpha+alphaGiven*given)*fresh)/v.pace +
-			beta*l.prompt + gamma*float64(v.inFlight)
-		v.failed = l.failed() / v.pace
+		weight := alpha + alphaGiven*given
+		work := l.pending(rate*v.pace, now)
+		dearest = max(dearest, weight/v.pace)
+		if len(l.penalties) > 0 {
+			some = true
+			work -= l.punished().tokens
+		}
+		v.cost = (work+weight*fresh)/v.pace + beta*l.prompt + gamma*float64(v.inFlight)
+		v.lost, v.failed = 0, 0
+	}
+	if !some {
+		return
+	}
+	for i := range views {
+		if v := &views[i]; v.usable {
+			sum := v.r.load.punished()
+			requests := gamma * float64(sum.requests)
+			v.lost = dearest*sum.tokens + requests
+			v.cost += v.lost
+			if sum.failed > 0 {
+				v.failed = dearest*sum.failed + requests
+			}
+		}
 	}
 }
 
@@ -146,7 +170,7 @@ func least(views []view, minMatch uint32, session int, agree bool, tie func(i in
 	lowest, floor := views[best].cost, views[best].matched
 	within := func(i int, allowance float64) bool {
 		v := &views[i]
-		if v.failed > views[best].failed { // where connections fail, the small difference that it makes counts
+		if v.lost > views[best].lost { // where requests fail, the small difference that it makes counts
 			allowance = min(allowance, equal)
 		}
 		return v.usable && v.cost <= lowest+allowance && (v.matched >= floor || floor < minMatch)
@@ -276,7 +300,7 @@ func reason(views []view, c, holder int, minMatch uint32) Reason {
 	case passed.matched < max(views[c].matched+minMatch, views[holder].matched-minMatch+1):
 		return Unhealthy // nobody that could be chosen holds as much as the holder
 	case passed.failed > 0 && passed.cost-passed.failed <= views[c].cost:
-		return Unhealthy // it would have been chosen, had its connections not failed
+		return Unhealthy // it would have been chosen, had it not failed
 	}
 	return Overflow
 }
