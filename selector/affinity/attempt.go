@@ -16,9 +16,10 @@ type Attempt struct {
 	prompt   float64
 	uncached float64
 	sent     time.Time
-	journal  Journal // nil: nobody wants to know
-	id       uint64  // its number in the journal
-	*mark            // nil: no key
+	journal  Journal          // nil: nobody wants to know
+	id       uint64           // its number in the journal
+	last     prefixhash.Block // of its chain
+	*mark                     // nil: no key
 
 	// Guarded by Fleet.mu.
 	prev, next *Attempt // in the replica's queue
@@ -91,6 +92,9 @@ func (a *Attempt) Confirm(now time.Time, stream bool) {
 	held := false
 	if fresh {
 		a.confirmed = true
+		if a.mark != nil { // a list of models may come from one that computes nothing
+			a.replica.load.works()
+		}
 		held = !stream || !a.queued
 		if a.queued {
 			a.see(stream)
@@ -238,7 +242,7 @@ func (a *Attempt) Finish(now time.Time, o Outcome, retryAfter time.Duration) {
 	}
 	l.leave(a)
 	if o == Lost || o == Refused {
-		l.punish(a.prompt, o == Lost, now, retryAfter)
+		l.punish(a, o == Lost, now, retryAfter)
 	}
 	r.fleet.mu.Unlock()
 

@@ -166,6 +166,9 @@ func (x *Index) Route(now time.Time, key *prefixhash.Key, cands []Candidate, rul
 	prompt := float64(key.Bytes) / BytesPerToken
 	a := newAttempt(len(chain) > 0)
 	a.prompt, a.sent, a.blind, a.candidates = prompt, now, !key.Stream, len(cands)
+	if len(chain) > 0 {
+		a.last = chain[len(chain)-1]
+	}
 	choice := x.decide(s, now, key, cands, rule)
 	if choice.Candidate < 0 {
 		f.mu.Unlock()

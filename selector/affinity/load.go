@@ -1,6 +1,7 @@
 package affinity
 
 import (
+	"cmp"
 	"math"
 	"slices"
 	"time"
@@ -88,12 +89,13 @@ type load struct {
 	firsts [broughtKept]uint64 // of the nth prompt brought, at n%broughtKept: the hash of its first block that was not there
 }
 
-// penalty is the work of a request that a replica refused or failed. For a while it
+// penalty is the work of requests that a replica refused or failed. For a while it
 // counts as if it waited there.
 type penalty struct {
 	tokens   float64
-	failed   float64 // of them, where the replica failed
 	requests int
+	failed   bool
+	last     prefixhash.Block // of the prompt, for who tries it again
 	until    time.Time
 }
 
@@ -217,27 +219,31 @@ func (l *load) leave(a *Attempt) {
 
 // punish lets a request that was refused, or that the replica failed, count as
 // work.
-func (l *load) punish(tokens float64, failed bool, now time.Time, d time.Duration) {
+func (l *load) punish(a *Attempt, failed bool, now time.Time, d time.Duration) {
 	if d <= 0 {
 		d = penaltyTime
 	}
 	l.pardon(now)
-	p := penalty{tokens: tokens, requests: 1, until: now.Add(d)}
-	if failed {
-		p.failed = tokens
-	}
-	if n := len(l.penalties); n == penalties {
-		last := &l.penalties[n-1]
-		p.tokens += last.tokens
-		p.failed += last.failed
-		p.requests += last.requests
-		if last.until.After(p.until) {
-			p.until = last.until
+	p := penalty{tokens: a.prompt, requests: 1, failed: failed, last: a.last, until: now.Add(d)}
+	if len(l.penalties) >= penalties {
+		for i := range slices.Backward(l.penalties) {
+			if old := &l.penalties[i]; old.failed == failed {
+				p.tokens += old.tokens
+				p.requests += old.requests
+				if old.until.After(p.until) {
+					p.until = old.until
+				}
+				*old = p
+				return
+			}
 		}
-		*last = p
-		return
 	}
 	l.penalties = append(l.penalties, p)
+}
+
+// works takes in that the replica answers: what it failed before says nothing any more.
+func (l *load) works() {
+	l.penalties = slices.DeleteFunc(l.penalties, func(p penalty) bool { return p.failed })
 }
 
 // dequeue takes a request out of those without output.
@@ -352,14 +358,22 @@ func (l *load) pardon(now time.Time) {
 	l.penalties = slices.DeleteFunc(l.penalties, func(p penalty) bool { return !now.Before(p.until) })
 }
 
-// punished sums up the penalties. It follows pending, which drops what is over.
-func (l *load) punished() (sum penalty) {
+// lately sums up penalties: all tokens, those that the replica failed, and what is for a
+// chain or what it goes on from. It follows pending, which drops what is over.
+func (l *load) lately(chain []prefixhash.Block) (all, failed float64, own penalty) {
 	for _, p := range l.penalties {
-		sum.tokens += p.tokens
-		sum.failed += p.failed
-		sum.requests += p.requests
+		all += p.tokens
+		if p.failed {
+			failed += p.tokens
+		}
+		byEnd := func(b prefixhash.Block, end uint32) int { return cmp.Compare(b.End, end) }
+		if i, found := slices.BinarySearchFunc(chain, p.last.End, byEnd); found && chain[i] == p.last {
+			own.tokens += p.tokens
+			own.requests += p.requests
+			own.failed = own.failed || p.failed
+		}
 	}
-	return sum
+	return all, failed, own
 }
 
 // lost is how many requests were refused or failed lately.

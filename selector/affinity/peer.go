@@ -80,6 +80,9 @@ func (p *Peer) send(now time.Time, e *Event) {
 	a := newAttempt(len(e.Blocks) > 0)
 	a.replica, a.prompt, a.uncached, a.sent = r, max(e.PromptTokens, 0), max(e.UncachedTokens, 1), now
 	a.blind, a.far = !e.Stream, true
+	if n := len(e.Blocks); n > 0 {
+		a.last = e.Blocks[n-1]
+	}
 	p.attempts[e.Attempt] = a
 
 	if x.fleet.blind.Load() > 0 {

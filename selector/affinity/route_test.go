@@ -732,6 +732,39 @@ func TestNextTryGoesElsewhere(t *testing.T) {
 	}
 }
 
+// What a replica failed or refused moves who tries it again, not the conversations of others,
+// and when it has answered somebody else it has not failed for good.
+func TestFailureOfOthersMovesNobody(t *testing.T) {
+	for _, outcome := range []Outcome{Lost, Refused} {
+		for _, blocks := range []int{1, 30, 90} {
+			x := newFixture(4)
+			conversation, poison := keyOf(series(1, 100)...), keyOf(series(1000, blocks)...)
+			at := x.serve(conversation).Candidate
+			fail := func() {
+				_, a := x.index.Route(x.now, poison, x.cands[at:at+1], &x.rule, nil)
+				a.Finish(x.now, outcome, 0)
+			}
+			fail()
+			if c := x.serve(conversation); c.Candidate != at {
+				t.Errorf("outcome %d of %d blocks: the conversation of 100 left: %+v", outcome, blocks, c)
+			}
+			if c, a := x.route(poison); outcome == Refused && c.Candidate == at {
+				t.Errorf("%d blocks tried again where they were refused: %+v", blocks, c)
+			} else {
+				a.Finish(x.now, Aborted, 0)
+			}
+			if outcome == Lost {
+				for range 20 { // each after an answer to somebody else
+					fail()
+					if c := x.serve(conversation); c.Candidate != at {
+						t.Fatalf("%d blocks: the conversation left: %+v", blocks, c)
+					}
+				}
+			}
+		}
+	}
+}
+
 // A replica that fails at once is always idle, and behind with what it was given:
 // it must not get all prompts for that.
 func TestFailingReplicaIsNoBlackHole(t *testing.T) {

@@ -62,9 +62,10 @@ type view struct {
 // known to hold counts as holding half of it: another gateway, which sees it as
 // new too, may have sent it there. Where a replica must have evicted what it held,
 // a fiftieth of that counts as held: if more of its cache is left than is believed,
-// this is how that comes to light. What was refused or failed lately counts as waiting
-// there, at what it would cost where it costs most, so that on an idle fleet one failure is
-// enough for the next try to go elsewhere, however much is cached there.
+// this is how that comes to light. What was refused or failed lately counts as
+// waiting there; for who tries the same prompt again, or goes on from it, at what it would cost
+// where it costs most, so that on an idle fleet one failure is enough for the next try to go
+// elsewhere, however much is cached there, and the others stay.
 //
 // alpha = 1 would take the shortest time to first token. That is unstable: it
 // ignores that computing a prefix again delays everyone behind and evicts what
@@ -120,26 +121,22 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 			fresh = max(fresh-spare, 1)
 		}
 		weight := alpha + alphaGiven*given
-		work := l.pending(rate*v.pace, now)
-		dearest = max(dearest, weight/v.pace)
-		if len(l.penalties) > 0 {
-			some = true
-			work -= l.punished().tokens
-		}
-		v.cost = (work+weight*fresh)/v.pace + beta*l.prompt + gamma*float64(v.inFlight)
+		v.cost = (l.pending(rate*v.pace, now)+weight*fresh)/v.pace + beta*l.prompt + gamma*float64(v.inFlight)
 		v.lost, v.failed = 0, 0
+		dearest = max(dearest, weight/v.pace)
+		some = some || len(l.penalties) > 0
 	}
 	if !some {
 		return
 	}
 	for i := range views {
 		if v := &views[i]; v.usable {
-			sum := v.r.load.punished()
-			requests := gamma * float64(sum.requests)
-			v.lost = dearest*sum.tokens + requests
-			v.cost += v.lost
-			if sum.failed > 0 {
-				v.failed = dearest*sum.failed + requests
+			all, failed, own := v.r.load.lately(chain)
+			again := max(dearest-1/v.pace, 0)*own.tokens + gamma*float64(own.requests)
+			v.cost += again
+			v.lost, v.failed = all/v.pace+again, failed/v.pace
+			if own.failed {
+				v.failed += again
 			}
 		}
 	}
