@@ -358,19 +358,18 @@ func (l *load) pardon(now time.Time) {
 	l.penalties = slices.DeleteFunc(l.penalties, func(p penalty) bool { return !now.Before(p.until) })
 }
 
-// lately sums up penalties: all tokens, those that the replica failed, and what is for a
+// lately sums up penalties: all, the tokens that the replica failed, and what is for a
 // chain or what it goes on from. It follows pending, which drops what is over.
-func (l *load) lately(chain []prefixhash.Block) (all, failed float64, own penalty) {
+func (l *load) lately(chain []prefixhash.Block) (all penalty, failed float64, own penalty) {
 	for _, p := range l.penalties {
-		all += p.tokens
+		all.tokens += p.tokens
+		all.requests += p.requests
 		if p.failed {
 			failed += p.tokens
 		}
 		byEnd := func(b prefixhash.Block, end uint32) int { return cmp.Compare(b.End, end) }
 		if i, found := slices.BinarySearchFunc(chain, p.last.End, byEnd); found && chain[i] == p.last {
 			own.tokens += p.tokens
-			own.requests += p.requests
-			own.failed = own.failed || p.failed
 		}
 	}
 	return all, failed, own

@@ -132,11 +132,11 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 	for i := range views {
 		if v := &views[i]; v.usable {
 			all, failed, own := v.r.load.lately(chain)
-			again := max(dearest-1/v.pace, 0)*own.tokens + gamma*float64(own.requests)
-			v.cost += again
-			v.lost, v.failed = all/v.pace+again, failed/v.pace
-			if own.failed {
-				v.failed += again
+			more := gamma*float64(all.requests) + max(dearest-1/v.pace, 0)*own.tokens
+			v.cost += more
+			v.lost, v.failed = all.tokens/v.pace+more, failed/v.pace
+			if failed > 0 {
+				v.failed += more
 			}
 		}
 	}
