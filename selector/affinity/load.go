@@ -358,9 +358,9 @@ func (l *load) pardon(now time.Time) {
 	l.penalties = slices.DeleteFunc(l.penalties, func(p penalty) bool { return !now.Before(p.until) })
 }
 
-// lately sums up penalties: all, the tokens that the replica failed, and what is for a
+// lately sums up penalties: all, the tokens that the replica failed, and those of a
 // chain or what it goes on from. It follows pending, which drops what is over.
-func (l *load) lately(chain []prefixhash.Block) (all penalty, failed float64, own penalty) {
+func (l *load) lately(chain []prefixhash.Block) (all penalty, failed, own float64) {
 	for _, p := range l.penalties {
 		all.tokens += p.tokens
 		all.requests += p.requests
@@ -369,7 +369,7 @@ func (l *load) lately(chain []prefixhash.Block) (all penalty, failed float64, ow
 		}
 		byEnd := func(b prefixhash.Block, end uint32) int { return cmp.Compare(b.End, end) }
 		if i, found := slices.BinarySearchFunc(chain, p.last.End, byEnd); found && chain[i] == p.last {
-			own.tokens += p.tokens
+			own += p.tokens
 		}
 	}
 	return all, failed, own

@@ -132,7 +132,7 @@ func weigh(views []view, g *group, rule *Rule, minMatch uint32, prompt float64, 
 	for i := range views {
 		if v := &views[i]; v.usable {
 			all, failed, own := v.r.load.lately(chain)
-			more := gamma*float64(all.requests) + max(dearest-1/v.pace, 0)*own.tokens
+			more := gamma*float64(all.requests) + max(dearest-1/v.pace, 0)*own
 			v.cost += more
 			v.lost, v.failed = all.tokens/v.pace+more, failed/v.pace
 			if failed > 0 {
