@@ -98,7 +98,7 @@ type Outcome uint8
 const (
 	Served   Outcome = iota // a 2xx to its end
 	Aborted                 // given up by the client
-	Lost                    // the replica failed: no connection, one that broke, a 5xx
+	Lost                    // the replica failed: no connection, one that broke, a 5xx but 501
 	Refused                 // 429 or 503
 	Rejected                // any other answer than a 2xx: the request is to blame
 )

@@ -65,7 +65,8 @@ type view struct {
 // this is how that comes to light. What was refused or failed lately counts as
 // waiting there; for who tries the same prompt again, or goes on from it, at what it would cost
 // where it costs most, so that on an idle fleet one failure is enough for the next try to go
-// elsewhere, however much is cached there, and the others stay.
+// elsewhere, however much is cached there, and others stay whose match is worth more than
+// that.
 //
 // alpha = 1 would take the shortest time to first token. That is unstable: it
 // ignores that computing a prefix again delays everyone behind and evicts what
