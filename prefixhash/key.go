@@ -156,6 +156,7 @@ func (c Cause) String() string {
 type Hasher struct {
 	config Config
 	key    []uint64  // for nh
+	root   uint64    // where there is no scope
 	keyers sync.Pool // of *keyer
 }
 
@@ -164,7 +165,7 @@ func New(config Config) *Hasher {
 	if config.BlockBytes <= 0 {
 		config.BlockBytes = DefaultBlockBytes
 	}
-	h := &Hasher{config: config, key: nhKey(config.Seed, coarse*config.BlockBytes)}
+	h := &Hasher{config: config, key: nhKey(config.Seed, coarse*config.BlockBytes), root: chainRoot(config.Seed, "")}
 	h.keyers.New = func() any { return new(keyer) }
 	return h
 }
@@ -189,6 +190,12 @@ func (h *Hasher) ID(scope, name string) uint64 {
 	d := seeded(h.config.Seed, "id", scope)
 	_, _ = d.WriteString(name)
 	return max(d.Sum64(), 1)
+}
+
+// chainRoot is what the chains of a scope begin with.
+func chainRoot(seed uint64, scope string) uint64 {
+	d := seeded(seed, "chain", scope)
+	return d.Sum64()
 }
 
 // seeded returns a digest whose seed depends on all three: what is hashed for

@@ -55,8 +55,10 @@ func (r *keyer) sumInto(h *Hasher, k *Key, path string, body []byte, complete bo
 	k.Session = r.named(h, scope, r.fields[fieldPromptCacheKey])
 	k.Previous = r.previous(h, scope)
 
-	start := seeded(h.config.Seed, "chain", scope)
-	r.root = start.Sum64()
+	r.root = h.root
+	if scope != "" {
+		r.root = chainRoot(h.config.Seed, scope)
+	}
 	r.begin(r.root, h.key, h.config.BlockBytes)
 	r.ignore.reset(h.config.Ignore)
 	r.others, r.refs = 0, r.refs[:0]

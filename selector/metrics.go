@@ -85,7 +85,7 @@ func newMetricSet() *metricSet {
 		}, []string{"upstream", "match"}),
 		decisionTime: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Namespace: ns, Subsystem: sub, Name: "decision_seconds",
-			Help:    "Time taken by a decision, reading the request body not included.",
+			Help:    "Time taken by a decision about a request with a body that may hold a prompt, reading it not included.",
 			Buckets: prometheus.ExponentialBuckets(1e-6, 4, 10),
 		}),
 		unkeyed: counter("body_unkeyed_total", "Requests without a prompt to go by, and why.", "cause"),
@@ -174,27 +174,34 @@ type causeCounter struct {
 
 // withoutKey counts a request without a key.
 func (m *metricSet) withoutKey(cause string) {
-	var known []causeCounter // few: to compare their names is faster than a map
-	if all := m.causes.Load(); all != nil {
-		known = *all
-	}
+	known := m.knownCauses() // few: to compare their names is faster than a map
 	for i := range known {
 		if known[i].cause == cause {
 			known[i].Inc()
 			return
 		}
 	}
-	counter := m.unkeyed.WithLabelValues(cause)
-	counter.Inc()
+	m.newCause(cause).Inc()
+}
+
+func (m *metricSet) knownCauses() []causeCounter {
+	if known := m.causes.Load(); known != nil {
+		return *known
+	}
+	return nil
+}
+
+// newCause is apart, because what it stores is on the heap from its first line on.
+func (m *metricSet) newCause(cause string) prometheus.Counter {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if all := m.causes.Load(); all != nil {
-		known = *all
-	}
+	known := m.knownCauses()
+	counter := m.unkeyed.WithLabelValues(cause)
 	if !slices.ContainsFunc(known, func(c causeCounter) bool { return c.cause == cause }) {
 		known = append(slices.Clone(known), causeCounter{cause, counter})
 		m.causes.Store(&known)
 	}
+	return counter
 }
 
 // pollDue reports whether the upstream's metrics should be read now, and takes

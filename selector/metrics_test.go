@@ -74,3 +74,48 @@ func TestCountedSince(t *testing.T) {
 		t.Errorf("one that was forgotten: counted since %v, as before", since)
 	}
 }
+
+func TestWithoutKeyCountsWithoutAllocating(t *testing.T) {
+	m := newMetricSet()
+	causes := []string{causeMethod, causeEmpty, causeMethod}
+	for _, cause := range causes {
+		m.withoutKey(cause)
+	}
+	for cause, want := range map[string]float64{causeMethod: 2, causeEmpty: 1} {
+		if got := counted(m.unkeyed.WithLabelValues(cause)); got != want {
+			t.Errorf("%s: counted %v times, want %v", cause, got, want)
+		}
+	}
+	if known := m.knownCauses(); len(known) != 2 {
+		t.Errorf("%d counters are known for two causes", len(known))
+	}
+	if allocs := testing.AllocsPerRun(100, func() { m.withoutKey(causeMethod) }); allocs > 0 && !raceEnabled {
+		t.Errorf("counting a known cause allocates %v times", allocs)
+	}
+}
+
+// TestDecisionTime: health checks and model lists, which take next to no time, must
+// not hide what a decision about a prompt takes.
+func TestDecisionTime(t *testing.T) {
+	p, pool := newTestPolicy(t, Config{}), upstreams(2)
+	for _, c := range []struct {
+		name, method, body string
+		timed              uint64
+	}{
+		{"body/chat", "POST", `{"messages":[{"role":"user","content":"` + strings.Repeat("Why is the sky blue? ", 40) + `"}]}`, 1},
+		{"body/not JSON", "POST", "{", 1},
+		{"no body/GET", "GET", "", 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			before := timed(metrics.decisionTime).Count
+			r, end := newTestRequest(t, c.method, c.body)
+			defer end()
+			if p.Select(pool, r, nil) == nil {
+				t.Fatal("nothing selected")
+			}
+			if n := timed(metrics.decisionTime).Count - before; n != c.timed {
+				t.Errorf("%d decisions timed, want %d", n, c.timed)
+			}
+		})
+	}
+}

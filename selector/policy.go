@@ -264,11 +264,14 @@ func (p *Policy) choose(q *request, pool reverseproxy.UpstreamPool, r *http.Requ
 			return p.fallBack(pool, s.candidates, r, w)
 		}
 	}
-	choice, attempt := p.learned.index.Route(now, q.routingKey(), s.candidates, p.currentRule(), fallback)
+	key := q.routingKey()
+	choice, attempt := p.learned.index.Route(now, key, s.candidates, p.currentRule(), fallback)
 	if choice.Candidate < 0 {
 		return nil
 	}
-	metrics.decisionTime.Observe(time.Since(now).Seconds())
+	if key != nil { // others take next to no time, and would hide what prompts take
+		metrics.decisionTime.Observe(time.Since(now).Seconds())
+	}
 	up := pool[choice.Candidate]
 	q.send(attempt, choice, up.String(), holderOf(pool, choice), known.seriesOf(choice.Candidate))
 	if c := p.logger.Check(zapcore.DebugLevel, "selected upstream"); c != nil {
