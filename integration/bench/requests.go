@@ -77,6 +77,9 @@ func requests(out io.Writer) error {
 		return err
 	}
 	defer stop()
+	if err := fill(proxies); err != nil {
+		return fmt.Errorf("filling the caches: %w", err)
+	}
 	var failed []error
 	for _, s := range settings() {
 		cpu, err := compare(out, s, proxies)
@@ -93,6 +96,21 @@ func requests(out io.Writer) error {
 		}
 	}
 	return errors.Join(failed...)
+}
+
+// fill sends every proxy prompts of 4M tokens, which makes 1M for each of its
+// upstreams: what its index is about where it has run for a while.
+func fill(proxies []*proxy) error {
+	l := newLoad(setting{bodyBytes: 512 << 10, connections: 1})
+	defer l.close()
+	for _, x := range proxies {
+		for range 32 {
+			if err := post(l.clients[0], "http://"+x.addr+"/v1/chat/completions", l.body()); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // figures of one policy in one round.
