@@ -25,11 +25,13 @@ func Unmarshal(d *caddyfile.Dispenser, c *selector.Config) error {
 	}
 	var seen []string
 	for d.NextBlock(0) {
+		option := caddyfile.NewDispenser([]caddyfile.Token{d.Token()})
+		option.Next()
 		if err := readOption(d, options, &seen, c); err != nil {
 			return err
 		}
 		if err := c.Validate(); err != nil { // here, so that the error names the option's line
-			return d.WrapErr(err)
+			return option.WrapErr(err)
 		}
 	}
 	if err := c.Complete(); err != nil {

@@ -206,6 +206,11 @@ func TestAdaptErrors(t *testing.T) {
 			t.Error(err)
 		}
 	})
+	t.Run("line/sync-block", func(t *testing.T) { // of the option, not of the brace that ends it
+		if _, err := adapt(t, ":80\nreverse_proxy a:1 {\n\tlb_policy prefix_affinity {\n\t\tsync redis b:redis {\n\t\t\ttls\n\t\t}\n\t}\n}\n"); err == nil || !strings.Contains(err.Error(), "Caddyfile:4") {
+			t.Errorf("got %v", err)
+		}
+	})
 	t.Run("extra/policy", func(t *testing.T) {
 		if _, err := adapt(t, ":80\nreverse_proxy a:1 {\n\tlb_policy prefix_affinity x\n}\n"); err == nil || !strings.Contains(err.Error(), "unexpected argument 'x' of prefix_affinity: should be options in a block, at Caddyfile:3") {
 			t.Errorf("got %v", err)
