@@ -413,6 +413,46 @@ func TestErrorRouteGetsTheBody(t *testing.T) {
 	s.settled(t)
 }
 
+// A proxy in the error route gets the whole body, too, where the one before it has
+// read the beginning and left the rest with the client.
+func TestErrorRouteGetsTheRest(t *testing.T) {
+	const form, anyJSON = "application/x-www-form-urlencoded", "application/json"
+	for _, test := range []struct {
+		name, first, second, contentType, body string
+		chunked                                bool
+	}{
+		{name: "read/form", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000)},
+		{name: "read/form of unknown length", contentType: form, body: "a=b&c=" + strings.Repeat("d", 50_000), chunked: true},
+		{name: "read/form after retries", first: "lb_retries 2", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000)},
+		{name: "read/form before request_buffers", second: "request_buffers 1MiB", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000)},
+		{name: "read/form after request_buffers", first: "request_buffers 1MiB", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000)},
+		{name: "read/form of unknown length after request_buffers", first: "request_buffers 1MiB", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000), chunked: true},
+		{name: "read/form of unknown length before request_buffers", second: "request_buffers 1MiB", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000), chunked: true},
+		{name: "read/JSON array", contentType: anyJSON, body: "[" + strings.Repeat(`"a",`, 20_000) + `"b"]`},
+		{name: "read/prompt beyond max_body", contentType: anyJSON, body: chat(false, words("long", 20_000))},
+		{name: "read/prompt", contentType: anyJSON, body: chat(false, words("short", 200))},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			backup := newRecorder(t, chatServer)
+			s := newSiteOf(t, proxyTo(deadAddr(t), policy("max_body 16KiB")+test.first)+
+				"\n\thandle_errors {\n\t\t"+proxyTo(backup.addr(), policy("max_body 8KiB")+test.second)+"\n\t}")
+			var body io.Reader = strings.NewReader(test.body)
+			if test.chunked {
+				body = io.MultiReader(body)
+			}
+			res, err := http.Post(s.URL+chatPath, test.contentType, body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			res.Body.Close()
+			if got := takeAll(t, []*recorder{backup}); !slices.Equal(got, []string{test.body}) {
+				t.Errorf("status %d, the backup got %d requests, not the one sent", res.StatusCode, len(got))
+			}
+			s.settled(t)
+		})
+	}
+}
+
 // Sites that share upstreams share what is known of them. A lookup names the
 // sites, and tells them apart where they would do different things.
 func TestSitesShareUpstreams(t *testing.T) {

@@ -142,12 +142,26 @@ func (h *held) read(body io.ReadCloser, size, limit int64, wanted func([]byte) b
 	h.bytes = buf[:n]
 }
 
+// surrender returns what was read of a body whose tail no attempt has begun to read,
+// and leaves the tail to whoever reads on; nil: there is none to leave.
+func (h *held) surrender() []byte {
+	if h.err != nil || !h.retain() {
+		return nil
+	}
+	defer h.release()
+	if h.taken.Swap(true) {
+		return nil
+	}
+	return bytes.Clone(h.bytes)
+}
+
 // attemptBody is a held body as one attempt sends it.
 type attemptBody struct {
 	held *held
 
 	mu   sync.Mutex
 	off  int
+	tail bool // it is the one that reads it
 	over bool // closed or revoked
 }
 
@@ -185,7 +199,11 @@ func (b *attemptBody) Read(p []byte) (int, error) {
 		b.mu.Unlock()
 		return 0, h.err
 	}
-	h.taken.Store(true) // under the lock, so that revoke can't miss it
+	if !b.tail && h.taken.Swap(true) { // by a handler in an error route
+		b.mu.Unlock()
+		return 0, errRevoked
+	}
+	b.tail = true
 	b.mu.Unlock()
 	n, err := h.tail.Read(p)
 	h.cut.note(err)

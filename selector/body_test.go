@@ -19,8 +19,6 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 )
 
-func always([]byte) bool { return true }
-
 func hold(body io.ReadCloser, size, limit int64, wanted func([]byte) bool) *held {
 	h := new(held)
 	h.read(body, size, limit, wanted)

@@ -1,6 +1,7 @@
 package selector
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"io"
@@ -159,7 +160,11 @@ func (q *request) watchEnd() {
 func (q *request) readKey() {
 	r, config := q.r, &q.policy.config
 	q.held = &q.mine
-	q.held.read(r.Body, r.ContentLength, config.MaxBody, looksLikeJSON)
+	body, wanted := q.resume(), looksLikeJSON
+	if o := q.policy.observer; o != nil && o.handler.RequestBuffers != 0 {
+		wanted = always // what is left in Caddy's buffer is gone when the handler ends
+	}
+	q.held.read(body, r.ContentLength, config.MaxBody, wanted)
 	if q.held.empty() && r.ContentLength != 0 {
 		q.inherit()
 	}
@@ -190,16 +195,42 @@ func (q *request) readKey() {
 	}
 }
 
-// inherit takes over the body that an earlier handler has read: this one is in
+// inherit takes over the whole body that an earlier handler has read: this one is in
 // its error route, say.
 func (q *request) inherit() {
 	for b := q.before; b != nil; b = b.before {
-		if b.content != nil && !b.held.empty() && b.held.retain() {
+		if b.content != nil && b.held.whole() && !b.held.empty() && b.held.retain() {
 			q.held.release()
 			q.held = b.held
 			return
 		}
 	}
+}
+
+// resume returns the request's body as it was before an earlier handler read the
+// beginning of it.
+func (q *request) resume() io.ReadCloser {
+	r := q.r
+	for b := q.before; b != nil; b = b.before {
+		if b.content == nil {
+			continue
+		}
+		head := b.held.surrender()
+		if head == nil {
+			continue
+		}
+		switch { // request_buffers sets it to what it has read
+		case r.ContentLength < 0:
+			r.ContentLength = b.r.ContentLength
+		case r.ContentLength != b.r.ContentLength:
+			r.ContentLength += int64(len(head))
+		}
+		return struct {
+			io.Reader
+			io.Closer
+		}{io.MultiReader(bytes.NewReader(head), r.Body), r.Body}
+	}
+	return r.Body
 }
 
 // routingKey returns what the request can be routed by, nil if there is nothing.
@@ -275,6 +306,8 @@ func unwanted(r *http.Request) string {
 	}
 	return causeType
 }
+
+func always([]byte) bool { return true }
 
 // looksLikeJSON tells from its first bytes whether a body may be a JSON object.
 func looksLikeJSON(head []byte) bool {
