@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -635,27 +634,6 @@ func TestShadowOnlyRecords(t *testing.T) {
 	}
 }
 
-// Polling reads the engine's size and queue, and notices a restart between two
-// requests.
-func TestPoll(t *testing.T) {
-	config := fast
-	config.CapacityTokens = 40_000
-	fleet := harness.TestFleet(t, 2, config)
-	s := newSite(t, fleet.Upstreams(), "lb_policy prefix_affinity {\n\t\t\tpoll 100ms\n\t\t}")
-	at := s.conversation(t, fleet, "anna", 2)
-	addr := fleet[at].Addr()
-	eventually(t, "learning the capacity", func() bool {
-		u := s.upstreams(t, addr)[0]
-		return u.CacheCapacityTokens > 36_000 && u.CacheCapacityTokens < 44_000 && u.Engine != nil && u.Engine.Name == "vllm"
-	})
-	time.Sleep(1100 * time.Millisecond) // start times may be whole seconds
-	fleet[at].Restart()
-	eventually(t, "noticing the restart", func() bool {
-		u := s.upstreams(t, addr)[0]
-		return u.Generation == 1 && u.IndexBlocks == 0
-	})
-}
-
 // An upstream has one cache, whichever policies have the upstream.
 func TestOneCacheOfManyPolicies(t *testing.T) {
 	config := fast
@@ -693,154 +671,6 @@ func TestOneCacheOfManyPolicies(t *testing.T) {
 				t.Errorf("%d tokens, want the 9,000 that are configured", got)
 			}
 		}
-	})
-}
-
-// What is polled in vain is told at the first answer that says so, once until it
-// is otherwise; what may pass is tried some more.
-func TestPollInVain(t *testing.T) {
-	const known = "vllm:num_requests_waiting 0\nvllm:num_requests_running 0\n"
-	page := func(text string) http.HandlerFunc {
-		return func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) }
-	}
-	for _, test := range []struct {
-		name   string
-		answer http.HandlerFunc
-		polls  int32 // until it is told
-		want   string
-	}{
-		{"page/not there", status(http.StatusNotFound), 1, "upstream has no metrics there"},
-		{"page/refused", status(http.StatusUnauthorized), 1, "upstream has no metrics there"},
-		{"page/switched off", status(http.StatusNotImplemented), 1, "upstream has no metrics there"},
-		{"page/elsewhere", func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, "/login", http.StatusFound) }, 1, "upstream has no metrics there"},
-		{"metrics/none", page(""), 1, "no metrics of an engine that is known here"},
-		{"metrics/html", page("<html>\n<p>Welcome</p>\n</html>\n"), 1, "no metrics of an engine that is known here"},
-		{"metrics/another program's", page("process_start_time_seconds 1\ngo_goroutines 5\n"), 1, "no metrics of an engine that is known here"},
-		{"passing/starting", status(http.StatusServiceUnavailable), 5, "upstream's metrics can't be read"},
-		{"passing/behind a gateway", status(http.StatusBadGateway), 5, "upstream's metrics can't be read"},
-		{"none/known", page(known), 0, ""},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			var polls atomic.Int32
-			up := newScripted(t, func(w http.ResponseWriter, r *http.Request) {
-				if r.Method == http.MethodGet {
-					polls.Add(1)
-					test.answer(w, r)
-					return
-				}
-				yes(w, r)
-			})
-			interval := "100ms"
-			if test.polls == 1 {
-				interval = "1h" // a second poll is not what it takes
-			}
-			s := newSite(t, up.addr(), policy("poll "+interval))
-			s.ask(t, chat(false, "hello"))
-			told := func() (warnings, right int) {
-				log, err := s.Log()
-				if err != nil {
-					t.Fatal(err)
-				}
-				return strings.Count(log, `"poll: `), strings.Count(log, test.want)
-			}
-			if test.want == "" {
-				eventually(t, "some polls", func() bool { return polls.Load() > 5 })
-				if n, _ := told(); n != 0 {
-					t.Errorf("%d warnings", n)
-				}
-				return
-			}
-			eventually(t, "a warning", func() bool { n, _ := told(); return n > 0 })
-			if n, right := told(); n != 1 || right != 1 || polls.Load() != test.polls {
-				t.Errorf("%d warnings after %d polls, of which %d say %q", n, polls.Load(), right, test.want)
-			}
-		})
-	}
-
-	// An engine that says that it has none is left alone; one that has had them, or
-	// that may be starting, is not: when it is back is what matters.
-	const process = known + "process_start_time_seconds %d\n"
-	for _, test := range []struct {
-		name    string
-		had     bool // metrics before
-		down    http.HandlerFunc
-		noticed bool
-	}{
-		{"starts/refusing", false, status(http.StatusServiceUnavailable), true},
-		{"starts/without a page", false, status(http.StatusNotFound), false},
-		{"restarts/refusing", true, status(http.StatusServiceUnavailable), true},
-		{"restarts/behind a gateway", true, status(http.StatusBadGateway), true},
-		{"restarts/without a page", true, status(http.StatusNotFound), true},
-		{"restarts/with an empty page", true, page(""), true},
-		{"restarts/cutting connections", true, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }, true},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			var polls, started atomic.Int32
-			up := newScripted(t, nil)
-			serve := func(metrics http.HandlerFunc) {
-				polls.Store(0)
-				up.set(func(w http.ResponseWriter, r *http.Request) {
-					if r.Method == http.MethodGet {
-						metrics(w, r)
-						polls.Add(1)
-						return
-					}
-					yes(w, r)
-				})
-			}
-			running := func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, process, started.Load()) }
-			s := newSite(t, up.addr(), policy("poll 100ms"))
-			asked := func() { eventually(t, "polls", func() bool { return polls.Load() > 2 }) }
-			if test.had {
-				started.Store(1)
-				serve(running)
-				s.ask(t, chat(false, "hello"))
-				asked()
-			}
-			var tries atomic.Int32
-			serve(func(w http.ResponseWriter, r *http.Request) {
-				tries.Add(1)
-				test.down(w, r)
-			})
-			s.ask(t, chat(false, "hello"))
-			if !test.noticed {
-				time.Sleep(time.Second)
-				if n := tries.Load(); n != 1 {
-					t.Errorf("asked %d times although it has no metrics", n)
-				}
-				return
-			}
-			eventually(t, "more tries than are told", func() bool { return tries.Load() > 7 })
-			started.Store(2)
-			serve(running)
-			asked()
-			if u := s.upstreams(t, up.addr())[0]; u.Engine == nil || (u.Generation == 1) != test.had {
-				t.Errorf("after it came back: engine %v, generation %d", u.Engine, u.Generation)
-			}
-		})
-	}
-
-	t.Run("again/after it was known", func(t *testing.T) {
-		var polls atomic.Int32
-		up := newScripted(t, page(""))
-		s := newSite(t, up.addr(), policy("poll 100ms"))
-		serve := func(text string, warnings int) {
-			t.Helper()
-			up.set(func(w http.ResponseWriter, r *http.Request) {
-				polls.Add(1)
-				page(text)(w, r)
-			})
-			polls.Store(0)
-			s.post(t, chatPath, chat(false, "hello"))
-			eventually(t, "some polls", func() bool { return polls.Load() > 3 })
-			log, err := s.Log()
-			if n := strings.Count(log, `"poll: `); err != nil || n != warnings {
-				t.Errorf("%v, %d warnings, want %d", err, n, warnings)
-			}
-		}
-		serve("", 1)
-		serve(known, 1)
-		serve("", 2)
 	})
 }
 

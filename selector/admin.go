@@ -448,13 +448,23 @@ func in(sites []string) string {
 }
 
 // upstreams returns the addresses of the policy's upstreams. Those that are found
-// dynamically are not known beforehand: for them all count that requests could go
-// to lately, but none that only other gateways speak of: they could be anything.
+// dynamically are known from its last request. Before its first they may be any that
+// requests could go to lately and that no other policy has, but none that only other
+// gateways speak of: they could be anything.
 func (p *Policy) upstreams(now time.Time) []string {
 	all := p.observer.dials()
-	if len(all) == 0 {
+	switch last := p.last.Load(); {
+	case p.observer != nil && p.observer.handler.DynamicUpstreams == nil:
+	case last != nil:
+		for _, up := range last.pool {
+			if !slices.Contains(all, up.String()) {
+				all = append(all, up.String())
+			}
+		}
+	default:
+		others := slices.DeleteFunc(livePolicies(), func(other *Policy) bool { return other == p })
 		for _, s := range p.learned.fleet.Snapshot(now) {
-			if s.Candidate {
+			if s.Candidate && !slices.ContainsFunc(others, func(other *Policy) bool { return other.routesTo(s.Address) }) {
 				all = append(all, s.Address)
 			}
 		}

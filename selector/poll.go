@@ -9,9 +9,11 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 
 	"github.com/prefix-affinity/caddy/selector/signal"
@@ -40,13 +42,16 @@ type poller struct {
 	ctx    context.Context
 	stop   context.CancelFunc
 	done   sync.WaitGroup
+	slots  chan struct{}
 
 	mu   sync.Mutex
 	seen map[string]*polled // by upstream
 }
 
-// polled is what a poller knows of an upstream.
+// polled is what a poller knows of an upstream. While it is asked, that belongs to
+// who asks.
 type polled struct {
+	asked    atomic.Bool
 	failures int       // in a row
 	pause    time.Time // not asked before
 	told     bool      // that its metrics are of no use, since they were last
@@ -54,7 +59,7 @@ type polled struct {
 
 func newPoller(p *Policy) *poller {
 	ctx, stop := context.WithCancel(context.Background())
-	return &poller{policy: p, ctx: ctx, stop: stop, seen: make(map[string]*polled)}
+	return &poller{policy: p, ctx: ctx, stop: stop, slots: make(chan struct{}, pollConcurrency), seen: make(map[string]*polled)}
 }
 
 // run begins polling with the first request: a configuration that is only
@@ -82,28 +87,31 @@ func (o *poller) close() {
 	o.done.Wait()
 }
 
-// round asks every upstream once.
+// round asks every upstream that has answered the round before.
 func (o *poller) round(now time.Time) {
-	var asked sync.WaitGroup
-	slots := make(chan struct{}, pollConcurrency)
 	upstreams := o.policy.upstreams(now)
 	o.forget(upstreams)
 	for _, upstream := range upstreams {
 		u := o.of(upstream)
-		if now.Before(u.pause) || !metrics.of(upstream).pollDue(now, time.Duration(o.policy.config.Poll)) {
+		if u.asked.Load() || now.Before(u.pause) || !metrics.of(upstream).pollDue(now, time.Duration(o.policy.config.Poll)) {
 			continue
 		}
-		slots <- struct{}{}
-		asked.Go(func() {
-			defer func() { <-slots }()
+		select {
+		case o.slots <- struct{}{}:
+		case <-o.ctx.Done():
+			return
+		}
+		u.asked.Store(true)
+		o.done.Go(func() {
 			if err := o.ask(upstream); err != nil {
 				o.failed(upstream, u, err)
-				return
+			} else {
+				u.failures, u.told = 0, false
 			}
-			u.failures, u.told = 0, false
+			u.asked.Store(false)
+			<-o.slots
 		})
 	}
-	asked.Wait()
 }
 
 func (o *poller) of(upstream string) *polled {
@@ -137,13 +145,9 @@ func (o *poller) forget(present []string) {
 func (o *poller) ask(upstream string) error {
 	ctx, cancel := context.WithTimeout(o.ctx, pollTimeout)
 	defer cancel()
-	ctx = context.WithValue(ctx, caddy.ReplacerCtxKey, caddy.NewReplacer())
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+upstream+o.policy.config.PollPath, nil)
+	req, err := o.newRequest(ctx, upstream)
 	if err != nil {
 		return err
-	}
-	if h := o.policy.observer.handler; h.Headers != nil && h.Headers.Request != nil {
-		h.Headers.Request.ApplyToRequest(req)
 	}
 	res, err := o.policy.observer.RoundTripper.RoundTrip(req)
 	if err != nil {
@@ -168,6 +172,45 @@ func (o *poller) ask(upstream string) error {
 	o.tell(upstream, said)
 	return nil
 }
+
+// newRequest makes a request as the handler makes those to an upstream: where it
+// goes is said by the context, and the transport knows whether it speaks TLS.
+func (o *poller) newRequest(ctx context.Context, upstream string) (*http.Request, error) {
+	repl := caddy.NewReplacer()
+	dial, err := repl.ReplaceOrErr(upstream, true, true)
+	if err != nil {
+		return nil, errPlaceholder
+	}
+	addr, err := caddy.ParseNetworkAddress(dial)
+	if err != nil {
+		return nil, err
+	}
+	to := reverseproxy.DialInfo{Network: addr.Network, Address: addr.JoinHostPort(0), Host: addr.Host, Port: strconv.Itoa(int(addr.StartPort))}
+	repl.Set("http.reverse_proxy.upstream.address", to.String())
+	repl.Set("http.reverse_proxy.upstream.hostport", to.Address)
+	repl.Set("http.reverse_proxy.upstream.host", to.Host)
+	repl.Set("http.reverse_proxy.upstream.port", to.Port)
+	ctx = context.WithValue(context.WithValue(ctx, caddy.ReplacerCtxKey, repl), dialInfoKey, to)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, o.policy.config.PollPath, nil)
+	if err != nil {
+		return nil, err
+	}
+	req.URL.Host, req.Host = to.Address, to.Address
+	if addr.IsUnixNetwork() {
+		req.Host = "localhost"
+	}
+	if h := o.policy.observer.handler; h.Headers != nil && h.Headers.Request != nil {
+		h.Headers.Request.ApplyToRequest(req)
+	}
+	return req, nil
+}
+
+// dialInfoKey is the key that reverseproxy.GetDialInfo looks for, which Caddy's
+// transport dials by. It has no exported name.
+const dialInfoKey caddy.CtxKey = "reverse_proxy.dial_info"
+
+// errPlaceholder is the failure of an address that only requests make whole.
+var errPlaceholder = errors.New("its address has placeholders")
 
 // errUnknown is no failure for good: some engines have no metrics before their
 // first request.
@@ -226,6 +269,8 @@ func (o *poller) failed(upstream string, u *polled, err error) {
 	status, answered := errors.AsType[statusError](err)
 	what, next := "upstream's metrics can't be read", "it goes on being asked"
 	switch u.failures++; {
+	case errors.Is(err, errPlaceholder):
+		u.pause, next = time.Now().Add(pollPause), "it can't be polled"
 	case errors.Is(err, errUnknown):
 		what = "upstream's page has no metrics of an engine that is known here (is the path right?)"
 	case answered && status.lasting():
