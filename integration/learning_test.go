@@ -316,7 +316,7 @@ func TestORCAIsBetweenUsAndTheEngine(t *testing.T) {
 		{"json/client-asks", "orca json", "TEXT", "TEXT", true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			addr, heads := rawUpstream(t, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nendpoint-load-metrics: "+report+"\r\n\r\n{}")
+			addr, heads := rawUpstream(t, "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nendpoint-load-metrics: "+report+"\r\nEndpoint-Load-Metrics-Bin: AAAA\r\n\r\n{}")
 			s := newSite(t, addr, policy(test.option))
 			for protocol, client := range clients() {
 				req, err := http.NewRequest(http.MethodPost, s.URL+chatPath, strings.NewReader(chat(false, "hello")))
@@ -343,6 +343,9 @@ func TestORCAIsBetweenUsAndTheEngine(t *testing.T) {
 				}
 				if got := res.Header.Get("endpoint-load-metrics"); (got == report) != test.answered || (got == "") == test.answered {
 					t.Errorf("%s: the client got the report %q", protocol, got)
+				}
+				if got := res.Header.Get("endpoint-load-metrics-bin"); (got != "") != test.answered {
+					t.Errorf("%s: the client got the binary report %q", protocol, got)
 				}
 			}
 		})

@@ -231,7 +231,7 @@ func (c Config) Validate() error {
 		return fmt.Errorf("invalid poll_path '%s': should begin with a slash", c.PollPath)
 	case c.DrainTimeout < 0:
 		return fmt.Errorf("invalid drain_timeout '%s': should be positive", time.Duration(c.DrainTimeout))
-	case c.Snapshot > 0 && (c.Snapshot < minSnapshot || c.Snapshot > maxSnapshot):
+	case c.Snapshot != 0 && c.Snapshot != -1 && (c.Snapshot < minSnapshot || c.Snapshot > maxSnapshot):
 		return fmt.Errorf("invalid snapshot '%s': should be from %s to %s, or off", time.Duration(c.Snapshot), time.Duration(minSnapshot), time.Duration(maxSnapshot))
 	case c.IndexSize < minIndexSize || c.IndexSize > maxIndexSize:
 		return fmt.Errorf("invalid index_size '%d': should be from %d to %d blocks", c.IndexSize, minIndexSize, maxIndexSize)

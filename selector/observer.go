@@ -163,6 +163,7 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 			q.series.reporting.orca(o.policy.logger, q.upstream, res.Header[orcaResponse] != nil)
 		}
 		res.Header.Del(orcaResponse)
+		res.Header.Del(orcaResponse + "-Bin")
 	}
 	if o.policy.config.Explain {
 		res.Header.Set("X-Prefix-Affinity", q.explain())

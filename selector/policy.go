@@ -152,7 +152,7 @@ func (p *Policy) checkCache() error {
 }
 
 func (p *Policy) loadFallback(ctx caddy.Context, config *Config) error {
-	if config.FallbackRaw == nil {
+	if config.FallbackRaw == nil || string(config.FallbackRaw) == "null" {
 		if p.config.Shadow {
 			p.fallback = new(reverseproxy.LeastConnSelection)
 		}
