@@ -206,6 +206,48 @@ func (g *gateway) files(t *testing.T) map[string]string {
 	return files
 }
 
+// A process that has to do with a seed of its own leaves the snapshot to the one
+// that has the right seed again.
+func TestLostSeedSparesTheSnapshot(t *testing.T) {
+	fleet := harness.TestFleet(t, 4, roomy)
+	g := newGateway(t, harness.StartProcess, fleet.Upstreams(), "snapshot 1s")
+	conversations := newConversations(8)
+	everyone(t, g.site, conversations)
+	if err := g.Process.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	seed := filepath.Join(g.Data(), "prefix_affinity", "seed")
+	kept, before := g.files(t), len(g.log(t))
+	secret, err := os.ReadFile(seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(seed, []byte("x\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	g.restart(t, func() error { return nil })
+	g.ask(t, chat(false, words("meanwhile", 2000)))
+	time.Sleep(2 * time.Second) // for a snapshot
+	if err := g.Process.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	if log := g.log(t)[before:]; strings.Count(log, "seed can't be kept") != 1 {
+		t.Errorf("the log does not say once that there is no seed:\n%s", log)
+	}
+	if g.files(t)["snapshot"] != kept["snapshot"] {
+		t.Error("the snapshot is another one")
+	}
+	if err := os.WriteFile(seed, secret, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	g.restored(t, func() error { return nil })
+	for _, c := range conversations {
+		if at, d := c.at, c.turn(t, g.site, false); d.upstream != at || d.reason != "affinity" {
+			t.Errorf("%s: %+v after %s", c.name, d, at)
+		}
+	}
+}
+
 // A snapshot is written by the one Caddy that has served requests, and by nobody
 // else.
 func TestOnlyOneWritesSnapshots(t *testing.T) {

@@ -85,12 +85,12 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	if p.config.Seed, err = fill("seed", p.config.Seed); err != nil {
 		return nil, err
 	}
-	seed := ownSeed
+	start := ownSeed
 	if secret := p.config.Seed; secret != "" {
-		seed = func() uint64 { return seedOf(secret) }
+		start = func() seed { return seedOf(secret, true) }
 	}
 	p.hasher = sync.OnceValue(func() *prefixhash.Hasher {
-		return prefixhash.New(prefixhash.Config{BlockBytes: p.config.BlockSize, Seed: seed(), Ignore: ignore})
+		return prefixhash.New(prefixhash.Config{BlockBytes: p.config.BlockSize, Seed: start().start, Ignore: ignore})
 	})
 	if err := metrics.register(ctx.GetMetricsRegistry()); err != nil {
 		return nil, fmt.Errorf("registering metrics: %v", err)
@@ -106,7 +106,7 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 		return nil, errors.Join(err, p.observer.cleanup())
 	}
 	// The registry is the configuration's own.
-	if err := p.learned.keeper.join(p, ctx.GetMetricsRegistry(), seed); err != nil {
+	if err := p.learned.keeper.join(p, ctx.GetMetricsRegistry(), start); err != nil {
 		return nil, errors.Join(err, p.learned.release(), p.observer.cleanup())
 	}
 	if err := p.startSync(ctx.GetMetricsRegistry()); err != nil {

@@ -60,7 +60,7 @@ type keeperUser struct {
 // kept is an index that goes into snapshots.
 type kept struct {
 	index *affinity.Index
-	seed  func() uint64
+	seed  func() seed
 	users int
 }
 
@@ -88,7 +88,7 @@ func (k *keeper) log() *zap.Logger { return caddy.Log().Named("prefix_affinity")
 
 // join lets a policy of a configuration take part. What the snapshot holds of its
 // index, if that is a fresh one, is read in the background.
-func (k *keeper) join(p *Policy, config any, seed func() uint64) error {
+func (k *keeper) join(p *Policy, config any, start func() seed) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	interval := time.Duration(p.config.Snapshot)
@@ -105,7 +105,7 @@ func (k *keeper) join(p *Policy, config any, seed func() uint64) error {
 	}
 	own := k.indexes[p.learned.key]
 	if own == nil || own.index != p.learned.index {
-		own = &kept{index: p.learned.index, seed: seed}
+		own = &kept{index: p.learned.index, seed: start}
 		k.indexes[p.learned.key] = own
 	}
 	own.users++
@@ -222,7 +222,7 @@ func (k *keeper) load(p *Policy, own *kept) {
 			close(read)
 		}()
 		began := time.Now()
-		restored, err := own.index.Restore(file, fingerprint(key, own.seed()), began)
+		restored, err := own.index.Restore(file, fingerprint(key, own.seed().start), began)
 		foreign := errors.Is(err, affinity.ErrForeign)
 		if restart && (err == nil || foreign) {
 			k.redrain(restored.Notes)
@@ -373,12 +373,17 @@ func (k *keeper) write() {
 	indexes := make(map[string]*affinity.Index)
 	k.mu.Lock()
 	for key, own := range k.indexes {
-		indexes[fingerprint(key, own.seed())] = own.index
+		if seed := own.seed(); seed.lasts {
+			indexes[fingerprint(key, seed.start)] = own.index
+		}
 		if own.users == 0 {
 			delete(k.indexes, key)
 		}
 	}
 	k.mu.Unlock()
+	if len(indexes) == 0 {
+		return // nobody could use it, and the file there is may be of use again
+	}
 	size, err := k.replace(began, indexes)
 	if err != nil {
 		k.failed(err)

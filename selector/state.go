@@ -1,20 +1,9 @@
 package selector
 
 import (
-	"crypto/rand"
-	"crypto/sha256"
-	"encoding/binary"
-	"encoding/hex"
 	"errors"
-	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
-	"strings"
-	"sync"
 
 	"github.com/caddyserver/caddy/v2"
-	"go.uber.org/zap"
 
 	"github.com/prefix-affinity/caddy/selector/affinity"
 )
@@ -129,56 +118,4 @@ func (l *learned) release() error {
 	}
 	l.taken = nil
 	return errors.Join(errs...)
-}
-
-// seedOf turns a configured secret into the start of the hash chains.
-func seedOf(secret string) uint64 {
-	sum := sha256.Sum256([]byte("prefix_affinity seed\x00" + secret))
-	return binary.BigEndian.Uint64(sum[:])
-}
-
-// ownSeed is the seed where none is configured: random, made once for this
-// machine and kept in Caddy's data directory, so that hashes agree across
-// restarts and can't be computed outside.
-var ownSeed = sync.OnceValue(func() uint64 {
-	secret, err := keptSecret(filepath.Join(caddy.AppDataDir(), "prefix_affinity", "seed"))
-	if err != nil {
-		caddy.Log().Named("prefix_affinity").Warn("seed can't be kept: hashes will differ after a restart",
-			zap.Error(err))
-	}
-	return seedOf(secret)
-})
-
-// keptSecret reads the secret in a file, which it makes where there is none. It
-// returns a random secret even where it fails.
-func keptSecret(path string) (string, error) {
-	fresh := rand.Text()
-	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return fresh, err
-	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".seed-*") // mode 0600
-	if err != nil {
-		return fresh, err
-	}
-	defer os.Remove(tmp.Name())
-	_, err = tmp.WriteString(fresh + "\n")
-	if err := errors.Join(err, tmp.Close()); err != nil {
-		return fresh, err
-	}
-	// A link appears complete or not at all, and only where no other process
-	// was first.
-	if err := os.Link(tmp.Name(), path); err == nil {
-		return fresh, nil
-	} else if !errors.Is(err, fs.ErrExist) {
-		return fresh, err
-	}
-	kept, err := os.ReadFile(path)
-	if err != nil {
-		return fresh, err
-	}
-	secret := strings.TrimSpace(string(kept))
-	if len(secret) < hex.EncodedLen(8) {
-		return fresh, fmt.Errorf("seed file '%s' is damaged: remove it", path)
-	}
-	return secret, nil
 }
