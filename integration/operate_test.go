@@ -634,6 +634,56 @@ func TestShadowOnlyRecords(t *testing.T) {
 	}
 }
 
+// A lookup has all upstreams of a site, and names none as chosen before a request has
+// had the choice, nor one that is drained.
+func TestLookupHasAllUpstreams(t *testing.T) {
+	fleet := harness.TestFleet(t, 4, fast)
+	addrs := make([]string, len(fleet))
+	for i := range fleet {
+		addrs[i] = fleet[i].Addr()
+	}
+	s := newSiteOf(t, "handle /other/* {\n\t\turi strip_prefix /other\n\t\t"+proxyTo(addrs[0]+" "+addrs[3], policy())+"\n\t}\n\thandle {\n\t\t"+proxyTo(strings.Join(addrs[:3], " "), policy())+"\n\t}")
+	lookup := func() (upstreams []string, chosen string) {
+		t.Helper()
+		var answers []struct {
+			Sites     []string
+			Upstream  string
+			Upstreams []struct{ Address string }
+		}
+		if status := s.admin(t, http.MethodPost, "lookup", chat(false, words("unheard of", 2000)), &answers); status != http.StatusOK {
+			t.Fatalf("status %d", status)
+		}
+		for _, a := range answers {
+			if strings.Contains(strings.Join(a.Sites, " "), "/other/*") {
+				continue
+			}
+			for _, u := range a.Upstreams {
+				upstreams = append(upstreams, u.Address)
+			}
+			return upstreams, a.Upstream
+		}
+		t.Fatalf("no answer for the site: %+v", answers)
+		return nil, ""
+	}
+	s.post(t, "/other"+chatPath, chat(false, words("elsewhere", 2000)))
+	if upstreams, chosen := lookup(); !slices.Equal(upstreams, addrs[:3]) || chosen != "" {
+		t.Errorf("before its first request: %q of %q", chosen, upstreams)
+	}
+	s.ask(t, chat(false, words("here", 2000)))
+	if upstreams, chosen := lookup(); !slices.Equal(upstreams, addrs[:3]) || !slices.Contains(upstreams, chosen) {
+		t.Errorf("after its first request: %q of %q", chosen, upstreams)
+	}
+	for range 2 {
+		_, chosen := lookup()
+		if status := s.admin(t, http.MethodPost, "drain?upstream="+chosen, "", new(any)); status != http.StatusOK {
+			t.Fatalf("draining %q: status %d", chosen, status)
+		}
+		if _, now := lookup(); now == chosen || now == "" {
+			t.Errorf("with %s drained: %q", chosen, now)
+		}
+	}
+}
+
 // An upstream has one cache, whichever policies have the upstream.
 func TestOneCacheOfManyPolicies(t *testing.T) {
 	config := fast

@@ -290,7 +290,8 @@ type lookupAnswer struct {
 	PromptTokens int      `json:"prompt_tokens"`
 	Blocks       int      `json:"blocks"`
 
-	// What would be chosen now, if all these upstreams are available.
+	// What would be chosen now, if all these upstreams are available. Left out where
+	// no request has had the choice between them.
 	Upstream string `json:"upstream,omitempty"`
 	Reason   string `json:"reason,omitempty"`
 
@@ -372,10 +373,13 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 	now := time.Now()
 	var candidates []affinity.Candidate
 	for _, upstream := range p.upstreams(now) {
+		answer.Upstreams = append(answer.Upstreams, lookupUpstream{Address: upstream})
 		if replica := p.learned.fleet.Find(upstream); replica != nil {
-			answer.Upstreams = append(answer.Upstreams, lookupUpstream{Address: upstream})
-			candidates = append(candidates, affinity.Candidate{Replica: replica})
+			candidates = append(candidates, affinity.Candidate{Replica: replica, State: p.drainState(upstream, now)})
 		}
+	}
+	if len(candidates) < len(answer.Upstreams) {
+		return answer // no request has had the choice between them so far
 	}
 	matched := make([]int, len(candidates))
 	choice := p.learned.index.Lookup(now, &key, candidates, p.currentRule(), matched)
@@ -444,7 +448,16 @@ func in(sites []string) string {
 	if len(sites) == 0 || len(livePolicies()) == 1 {
 		return ""
 	}
-	return " in " + strings.Join(sites, ", ")
+	return " " + placed(sites)
+}
+
+// placed is where sites are, in words: some have no name but their listener's.
+func placed(sites []string) string {
+	text := strings.Join(sites, ", ")
+	if strings.HasPrefix(text, "on ") {
+		return text
+	}
+	return "in " + text
 }
 
 // upstreams returns the addresses of the policy's upstreams. Those that are found

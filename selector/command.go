@@ -225,7 +225,7 @@ func printStatus(w io.Writer, answer []byte) error {
 		if u.Drain != nil {
 			drain = fmt.Sprintf("by %s since %s", u.Drain.By, u.Drain.Since.Local().Format(time.TimeOnly))
 			if len(u.Drain.Sites) > 0 {
-				drain += " in " + strings.Join(u.Drain.Sites, ", ")
+				drain += " " + placed(u.Drain.Sites)
 			}
 		}
 		fmt.Fprintf(t, "%s\t%d\t%s\t%d\t%.0f\t%s\t%s\t%d\t%s\n", u.Address, u.Requests, u.hitRatio(), u.PendingRequests, u.PendingPrefillTokens,
@@ -250,7 +250,10 @@ func (u upstreamState) prefillSpeed() string {
 // hitRatio is the share of the prompt tokens that the upstream found in its
 // cache, by its own reports.
 func (u upstreamState) hitRatio() string {
-	if u.ReportedPromptTokens == 0 {
+	switch {
+	case u.Requests == 0:
+		return "-"
+	case u.ReportedPromptTokens == 0:
 		return "not reported"
 	}
 	return fmt.Sprintf("%.1f %%", 100*u.CachedTokens/u.ReportedPromptTokens)

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"go.uber.org/zap"
+
+	"github.com/prefix-affinity/caddy/selector/affinity"
 )
 
 // drains are the upstreams that get no new conversations, and since when. One that
@@ -98,6 +100,18 @@ func (p *Policy) draining(upstream string) (since time.Time, drains bool) {
 		return since, drains
 	}
 	return p.learned.drained.of(upstream)
+}
+
+// drainState tells what an available upstream may be chosen for.
+func (p *Policy) drainState(upstream string, now time.Time) affinity.State {
+	since, drained := p.draining(upstream)
+	switch {
+	case !drained:
+		return affinity.Available
+	case now.Sub(since) > time.Duration(p.config.DrainTimeout):
+		return affinity.Failed // what it still holds moves, as long as there are others
+	}
+	return affinity.Drained
 }
 
 // warnDrained tells whoever drains all upstreams that it keeps nothing away.

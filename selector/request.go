@@ -401,14 +401,7 @@ func (q *request) stateOf(up *reverseproxy.Upstream, now time.Time) affinity.Sta
 	if slices.Contains(q.failed, up.String()) {
 		return affinity.Failed
 	}
-	since, drained := q.policy.draining(up.String())
-	switch {
-	case !drained:
-		return affinity.Available
-	case now.Sub(since) > time.Duration(q.policy.config.DrainTimeout):
-		return affinity.Failed // what it still holds moves, as long as there are others
-	}
-	return affinity.Drained
+	return q.policy.drainState(up.String(), now)
 }
 
 // settle returns the memory that only a further attempt could need.
