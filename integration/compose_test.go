@@ -430,7 +430,13 @@ func TestErrorRouteGetsTheRest(t *testing.T) {
 		{name: "read/form of unknown length before request_buffers", second: "request_buffers 1MiB", contentType: form, body: "a=b&c=" + strings.Repeat("d", 5000), chunked: true},
 		{name: "read/JSON array", contentType: anyJSON, body: "[" + strings.Repeat(`"a",`, 20_000) + `"b"]`},
 		{name: "read/prompt beyond max_body", contentType: anyJSON, body: chat(false, words("long", 20_000))},
+		{name: "read/prompt beyond max_body, of unknown length", contentType: anyJSON, body: chat(false, words("long", 20_000)), chunked: true},
 		{name: "read/prompt", contentType: anyJSON, body: chat(false, words("short", 200))},
+		{name: "read/prompt of unknown length", contentType: anyJSON, body: chat(false, words("short", 200)), chunked: true},
+		{name: "read/prompt before request_buffers", second: "request_buffers 1MiB", contentType: anyJSON, body: chat(false, words("short", 1000))},
+		{name: "read/prompt before request_buffers without a limit", second: "request_buffers unlimited", contentType: anyJSON, body: chat(false, words("short", 1000))},
+		{name: "read/prompt of unknown length before request_buffers without a limit", second: "request_buffers unlimited", contentType: anyJSON, body: chat(false, words("short", 1000)), chunked: true},
+		{name: "read/prompt between request_buffers", first: "request_buffers 1MiB", second: "request_buffers 1MiB", contentType: anyJSON, body: chat(false, words("short", 1000)), chunked: true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			backup := newRecorder(t, chatServer)
@@ -449,6 +455,66 @@ func TestErrorRouteGetsTheRest(t *testing.T) {
 				t.Errorf("status %d, the backup got %d requests, not the one sent", res.StatusCode, len(got))
 			}
 			s.settled(t)
+		})
+	}
+}
+
+// What comes after a proxy that has read a body gets all of it, a body that was put
+// in its place, or an error, never a part of it that passes for all. (Another policy
+// takes a body of unknown length for an empty one: net/http does, of any that can't
+// be read.)
+func TestNoPartOfABodyPassesForAll(t *testing.T) {
+	const form = "application/x-www-form-urlencoded"
+	bodies := map[string]string{
+		chat(false, words("short", 1000)):           "application/json",
+		"[" + strings.Repeat(`"a",`, 5000) + `"b"]`: "application/json",
+		"a=b&c=" + strings.Repeat("d", 50_000):      form,
+	}
+	for _, test := range []struct {
+		name, route string
+		set         string // what the route makes of the body
+		whole       bool   // it must arrive
+		known       bool   // its length is
+	}{
+		{name: "next/another policy", route: "reverse_proxy BACKUP", known: true},
+		{name: "next/no prompt by its type", route: "request_header Content-Type application/octet-stream\nreverse_proxy BACKUP {\nPOLICY\n}", whole: true},
+		{name: "next/no prompt by its method", route: "reverse_proxy BACKUP {\nPOLICY\nmethod DELETE\n}", whole: true},
+		{name: "next/body replaced", route: "request_body {\nset NEW\n}\nreverse_proxy BACKUP {\nPOLICY\n}", set: "NEW", whole: true},
+		{name: "next/this policy", route: "reverse_proxy BACKUP {\nPOLICY\n}", whole: true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			backup := newRecorder(t, chatServer)
+			route := strings.NewReplacer("BACKUP", backup.addr(), "POLICY", strings.TrimSpace(policy())).Replace(test.route)
+			s := newSiteOf(t, proxyTo(deadAddr(t), policy())+"\n\thandle_errors {\n"+route+"\n}")
+			for body, contentType := range bodies {
+				for _, chunked := range []bool{false, true} {
+					if chunked && test.known {
+						continue
+					}
+					var sent io.Reader = strings.NewReader(body)
+					if chunked {
+						sent = io.MultiReader(sent)
+					}
+					res, err := http.Post(s.URL+chatPath, contentType, sent)
+					if err != nil {
+						t.Fatal(err)
+					}
+					res.Body.Close()
+					want := body
+					if test.set != "" {
+						want = test.set
+					}
+					got, errs := backup.take()
+					for i := range got {
+						if errs[i] == nil && got[i] != want {
+							t.Errorf("%.10q, chunked %t: status %d, %d bytes passed for the %d sent", body, chunked, res.StatusCode, len(got[i]), len(want))
+						}
+					}
+					if test.whole && (len(got) != 1 || got[0] != want) {
+						t.Errorf("%.10q, chunked %t: status %d, the backup got %d requests, not the one sent", body, chunked, res.StatusCode, len(got))
+					}
+				}
+			}
 		})
 	}
 }

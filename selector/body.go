@@ -36,6 +36,9 @@ func (h *held) whole() bool { return h.err == io.EOF }
 // empty reports whether the body had nothing in it.
 func (h *held) empty() bool { return h.whole() && len(h.bytes) == 0 }
 
+// nothing reports whether nothing could be read: somebody else has.
+func (h *held) nothing() bool { return h.err != nil && len(h.bytes) == 0 }
+
 // broken returns why the client's whole body can't be had, so that no upstream is to
 // blame; nil: it can, as far as is known.
 func (h *held) broken() error {
@@ -153,6 +156,14 @@ func (h *held) surrender() []byte {
 		return nil
 	}
 	return bytes.Clone(h.bytes)
+}
+
+// joined is a body after what was read of it.
+func joined(head []byte, body io.ReadCloser) io.ReadCloser {
+	return struct {
+		io.Reader
+		io.Closer
+	}{io.MultiReader(bytes.NewReader(head), body), body}
 }
 
 // attemptBody is a held body as one attempt sends it.

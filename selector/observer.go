@@ -177,6 +177,7 @@ func (o *observer) RoundTrip(req *http.Request) (*http.Response, error) {
 func (o *observer) deliver(q *request, req *http.Request) (res *http.Response, spoilt, err error) {
 	if q.content != nil {
 		if res, err = o.RoundTripper.RoundTrip(req); err != nil {
+			q.complete()
 			spoilt = q.held.broken()
 		}
 		return res, spoilt, err

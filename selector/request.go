@@ -1,7 +1,6 @@
 package selector
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"io"
@@ -105,11 +104,29 @@ func (t *trail) find(p *Policy, r *http.Request) *request {
 	return q
 }
 
+// bodyHolder returns the newest request on the trail that holds a whole body, nil
+// if none does.
+func (t *trail) bodyHolder() *request {
+	if t == nil {
+		return nil
+	}
+	b := t.newest
+	for b != nil && (b.content == nil || b.held == nil || !b.held.whole() || b.held.empty()) {
+		b = b.before
+	}
+	return b
+}
+
 // newRequest reads what the request says about its prompt, and puts it on the trail, or, where
 // there is none yet, a new one among the variables.
 func (p *Policy) newRequest(vars map[string]any, t *trail, r *http.Request) *request {
 	var q *request
-	if cause := unwanted(r); cause == keyed {
+	cause, before := unwanted(r), t.bodyHolder()
+	if cause == causeEmpty && before != nil && r.ContentLength == 0 {
+		// request_buffers finds nothing left to read, and takes that for no body.
+		cause, r.Body, r.ContentLength = keyed, http.NoBody, before.r.ContentLength
+	}
+	if cause == keyed || cause != causeEmpty && before != nil {
 		both := new(struct { // one allocation
 			request
 			own content
@@ -129,8 +146,13 @@ func (p *Policy) newRequest(vars map[string]any, t *trail, r *http.Request) *req
 		}
 	}
 	q.before, q.trail.newest = q.trail.newest, q
-	if q.content != nil {
+	switch {
+	case q.content == nil:
+	case cause == keyed:
 		q.readKey()
+	default: // a handler before has read the body, which is not ours to read
+		q.cause = cause
+		q.readBody(never)
 	}
 	if id := storedResponse(r.URL.Path); id != "" && q.resolveScope() {
 		q.stored = p.hasher().ID(q.scope, id)
@@ -156,18 +178,25 @@ func (q *request) watchEnd() {
 	}
 }
 
+// readBody reads the body, or takes over what an earlier handler has read of it: this
+// one is in its error route, say.
+func (q *request) readBody(wanted func([]byte) bool) {
+	body := q.resume()
+	q.held = &q.mine
+	q.held.read(body, q.r.ContentLength, q.policy.config.MaxBody, wanted)
+	if before := q.trail.bodyHolder(); before != nil && q.held.nothing() && q.r.ContentLength != 0 && before.held.retain() {
+		q.held.release()
+		q.held = before.held
+	}
+}
+
 // readKey reads the body and makes the prompt's key.
 func (q *request) readKey() {
-	r, config := q.r, &q.policy.config
-	q.held = &q.mine
-	body, wanted := q.resume(), looksLikeJSON
+	r, config, wanted := q.r, &q.policy.config, looksLikeJSON
 	if o := q.policy.observer; o != nil && o.handler.RequestBuffers != 0 {
 		wanted = always // what is left in Caddy's buffer is gone when the handler ends
 	}
-	q.held.read(body, r.ContentLength, config.MaxBody, wanted)
-	if q.held.empty() && r.ContentLength != 0 {
-		q.inherit()
-	}
+	q.readBody(wanted)
 	if q.held.err != nil && !q.held.whole() {
 		q.cause = causeUnreadable // the client's fault or its leave: nothing to learn
 		return
@@ -195,42 +224,45 @@ func (q *request) readKey() {
 	}
 }
 
-// inherit takes over the whole body that an earlier handler has read: this one is in
-// its error route, say.
-func (q *request) inherit() {
-	for b := q.before; b != nil; b = b.before {
-		if b.content != nil && b.held.whole() && !b.held.empty() && b.held.retain() {
-			q.held.release()
-			q.held = b.held
-			return
-		}
-	}
-}
-
 // resume returns the request's body as it was before an earlier handler read the
-// beginning of it.
+// beginning of it, which it kept, and left the rest because that was too long.
 func (q *request) resume() io.ReadCloser {
 	r := q.r
 	for b := q.before; b != nil; b = b.before {
 		if b.content == nil {
 			continue
 		}
-		head := b.held.surrender()
-		if head == nil {
-			continue
+		rest := b.r.ContentLength - int64(len(b.held.bytes)) // as request_buffers counts
+		if r.ContentLength != b.r.ContentLength && (b.r.ContentLength < 0 || r.ContentLength != rest) {
+			continue // it is another body, as request_body may set
 		}
-		switch { // request_buffers sets it to what it has read
-		case r.ContentLength < 0:
+		if head := b.held.surrender(); head != nil {
 			r.ContentLength = b.r.ContentLength
-		case r.ContentLength != b.r.ContentLength:
-			r.ContentLength += int64(len(head))
+			return joined(head, r.Body)
 		}
-		return struct {
-			io.Reader
-			io.Closer
-		}{io.MultiReader(bytes.NewReader(head), r.Body), r.Body}
 	}
 	return r.Body
+}
+
+// complete reads the rest of a body that no attempt has begun to send, up to
+// max_body: what was read of it is gone for whoever comes next and is not of this
+// policy, and the rest must not pass for all.
+func (q *request) complete() {
+	old := q.held
+	head := old.surrender()
+	if head == nil {
+		return
+	}
+	whole := new(held)
+	whole.read(joined(head, old.tail), q.r.ContentLength, q.policy.config.MaxBody, always)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.over {
+		whole.release()
+		return
+	}
+	q.held = whole
+	old.release()
 }
 
 // routingKey returns what the request can be routed by, nil if there is nothing.
@@ -308,6 +340,7 @@ func unwanted(r *http.Request) string {
 }
 
 func always([]byte) bool { return true }
+func never([]byte) bool  { return false }
 
 // looksLikeJSON tells from its first bytes whether a body may be a JSON object.
 func looksLikeJSON(head []byte) bool {
