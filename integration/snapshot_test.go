@@ -206,9 +206,9 @@ func (g *gateway) files(t *testing.T) map[string]string {
 	return files
 }
 
-// A process that has to do with a seed of its own leaves the snapshot to the one
+// A process that has to do with a seed of the day leaves the snapshot to the one
 // that has the right seed again.
-func TestLostSeedSparesTheSnapshot(t *testing.T) {
+func TestLostSeed(t *testing.T) {
 	fleet := harness.TestFleet(t, 4, roomy)
 	g := newGateway(t, harness.StartProcess, fleet.Upstreams(), "snapshot 1s")
 	conversations := newConversations(8)
@@ -240,12 +240,24 @@ func TestLostSeedSparesTheSnapshot(t *testing.T) {
 	if err := os.WriteFile(seed, secret, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	g.restored(t, func() error { return nil })
-	for _, c := range conversations {
-		if at, d := c.at, c.turn(t, g.site, false); d.upstream != at || d.reason != "affinity" {
-			t.Errorf("%s: %+v after %s", c.name, d, at)
+	stayed := func(after string) {
+		t.Helper()
+		for _, c := range conversations {
+			if at, d := c.at, c.turn(t, g.site, false); d.upstream != at || d.reason != "affinity" {
+				t.Errorf("%s: %s: %+v after %s", after, c.name, d, at)
+			}
 		}
 	}
+	g.restored(t, func() error { return nil })
+	stayed("with the seed again")
+
+	// What somebody deletes meanwhile is made again.
+	if err := os.RemoveAll(filepath.Dir(seed)); err != nil {
+		t.Fatal(err)
+	}
+	g.ask(t, chat(false, words("after that", 2000)))
+	g.restored(t, g.Process.Stop)
+	stayed("without the directory")
 }
 
 // A snapshot is written by the one Caddy that has served requests, and by nobody

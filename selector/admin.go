@@ -372,7 +372,7 @@ func (p *Policy) lookup(path, scope string, body []byte) lookupAnswer {
 	}
 	now := time.Now()
 	var candidates []affinity.Candidate
-	for _, upstream := range p.upstreams(now) {
+	for _, upstream := range p.upstreams() {
 		answer.Upstreams = append(answer.Upstreams, lookupUpstream{Address: upstream})
 		if replica := p.learned.fleet.Find(upstream); replica != nil {
 			candidates = append(candidates, affinity.Candidate{Replica: replica, State: p.drainState(upstream, now)})
@@ -461,24 +461,13 @@ func placed(sites []string) string {
 }
 
 // upstreams returns the addresses of the policy's upstreams. Those that are found
-// dynamically are known from its last request. Before its first they may be any that
-// requests could go to lately and that no other policy has, but none that only other
-// gateways speak of: they could be anything.
-func (p *Policy) upstreams(now time.Time) []string {
+// dynamically are known from its last request.
+func (p *Policy) upstreams() []string {
 	all := p.observer.dials()
-	switch last := p.last.Load(); {
-	case p.observer != nil && p.observer.handler.DynamicUpstreams == nil:
-	case last != nil:
+	if last := p.last.Load(); last != nil && (p.observer == nil || p.observer.handler.DynamicUpstreams != nil) {
 		for _, up := range last.pool {
 			if !slices.Contains(all, up.String()) {
 				all = append(all, up.String())
-			}
-		}
-	default:
-		others := slices.DeleteFunc(livePolicies(), func(other *Policy) bool { return other == p })
-		for _, s := range p.learned.fleet.Snapshot(now) {
-			if s.Candidate && !slices.ContainsFunc(others, func(other *Policy) bool { return other.routesTo(s.Address) }) {
-				all = append(all, s.Address)
 			}
 		}
 	}
@@ -488,7 +477,7 @@ func (p *Policy) upstreams(now time.Time) []string {
 // lastOne reports whether upstream is the only one of the policy's upstreams
 // that gets new conversations.
 func (p *Policy) lastOne(upstream string) bool {
-	all := p.upstreams(time.Now())
+	all := p.upstreams()
 	return slices.Contains(all, upstream) && !slices.ContainsFunc(all, func(other string) bool {
 		_, drains := p.draining(other)
 		return other != upstream && !drains

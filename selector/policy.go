@@ -87,7 +87,7 @@ func provision(ctx caddy.Context, config *Config) (*Policy, error) {
 	}
 	start := ownSeed
 	if secret := p.config.Seed; secret != "" {
-		start = func() seed { return seedOf(secret, true) }
+		start = func() seed { return configuredSeed(secret) }
 	}
 	p.hasher = sync.OnceValue(func() *prefixhash.Hasher {
 		return prefixhash.New(prefixhash.Config{BlockBytes: p.config.BlockSize, Seed: start().start, Ignore: ignore})
@@ -213,9 +213,6 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	trail, _ := vars[trailVar].(*trail)
 	q := trail.find(p, r)
 	if q == nil {
-		if p.poller != nil {
-			p.poller.run()
-		}
 		if !slices.ContainsFunc(pool, (*reverseproxy.Upstream).Available) {
 			return nil // and the body stays for an error route
 		}
@@ -225,6 +222,9 @@ func (p *Policy) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.
 	up := p.choose(q, pool, r, w)
 	if up != nil && p.observer != nil {
 		unsent.add(q, q.attempt.Sent())
+	}
+	if p.poller != nil {
+		p.poller.run() // now that it is known whom to ask
 	}
 	return up
 }

@@ -89,7 +89,7 @@ func (o *poller) close() {
 
 // round asks every upstream that has answered the round before.
 func (o *poller) round(now time.Time) {
-	upstreams := o.policy.upstreams(now)
+	upstreams := o.policy.upstreams()
 	o.forget(upstreams)
 	for _, upstream := range upstreams {
 		u := o.of(upstream)

@@ -20,38 +20,49 @@ import (
 // seed is the start of a policy's hash chains.
 type seed struct {
 	start uint64
-	lasts bool // the next process has it, too
+	keep  func() error // sees to it that the next process has it, too
 }
 
 // seedOf turns a secret into a seed.
-func seedOf(secret string, lasts bool) seed {
+func seedOf(secret string, keep func() error) seed {
 	sum := sha256.Sum256([]byte("prefix_affinity seed\x00" + secret))
-	return seed{binary.BigEndian.Uint64(sum[:]), lasts}
+	return seed{binary.BigEndian.Uint64(sum[:]), keep}
 }
+
+// configuredSeed is kept by whoever wrote it down.
+func configuredSeed(secret string) seed { return seedOf(secret, func() error { return nil }) }
 
 // ownSeed is the seed where none is configured: random, made once for this
 // machine and kept in Caddy's data directory, so that hashes agree across
 // restarts and can't be computed outside.
 var ownSeed = sync.OnceValue(func() seed {
-	secret, err := keptSecret(filepath.Join(caddy.AppDataDir(), "prefix_affinity", "seed"))
-	if err != nil {
-		caddy.Log().Named("prefix_affinity").Warn("seed can't be kept: what is learned ends with this process, and goes into no snapshot",
-			zap.Error(err))
-		secret = rand.Text()
-	}
-	return seedOf(secret, err == nil)
-})
-
-// keptSecret reads the secret in a file, which it makes where there is none.
-func keptSecret(path string) (string, error) {
+	path := filepath.Join(caddy.AppDataDir(), "prefix_affinity", "seed")
 	secret, err := readSecret(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		if err := makeSecret(path); err != nil {
-			return "", err
+		if err = makeSecret(path, rand.Text()); err == nil {
+			secret, err = readSecret(path)
 		}
-		return readSecret(path)
 	}
-	return secret, err
+	if err != nil {
+		caddy.Log().Named("prefix_affinity").Warn("seed can't be kept: as long as it can't, a restart forgets what is learned", zap.Error(err))
+		secret = rand.Text()
+	}
+	return seedOf(secret, func() error { return keepSecret(path, secret) })
+})
+
+// keepSecret sees to it that a file holds the secret: it may have been deleted, or
+// there was no room for it.
+func keepSecret(path, secret string) error {
+	kept, err := readSecret(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err = makeSecret(path, secret); err == nil {
+			kept, err = readSecret(path)
+		}
+	}
+	if err == nil && kept != secret {
+		err = fmt.Errorf("seed file '%s' holds another seed than this process has", path)
+	}
+	return err
 }
 
 func readSecret(path string) (string, error) {
@@ -66,8 +77,8 @@ func readSecret(path string) (string, error) {
 	return secret, nil
 }
 
-// makeSecret puts a random secret into a file, unless another process does.
-func makeSecret(path string) error {
+// makeSecret puts a secret into a file, unless another process does.
+func makeSecret(path, secret string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
@@ -76,7 +87,7 @@ func makeSecret(path string) error {
 		return err
 	}
 	defer os.Remove(tmp.Name())
-	_, err = tmp.WriteString(rand.Text() + "\n")
+	_, err = tmp.WriteString(secret + "\n")
 	if err := errors.Join(err, tmp.Close()); err != nil {
 		return err
 	}

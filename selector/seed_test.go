@@ -8,13 +8,20 @@ import (
 	"time"
 )
 
-func TestKeptSecret(t *testing.T) {
+func TestKeepSecret(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "prefix_affinity")
 	path := filepath.Join(dir, "seed")
-	secret, err := keptSecret(path)
-	if err != nil || len(secret) < 20 {
-		t.Fatalf("made %q, %v", secret, err)
+	const secret, other = "abcdefghijklmnopqrstuvwxyz", "zyxwvutsrqponmlkjihgfedcba"
+	holds := func(want string) {
+		t.Helper()
+		if got, err := readSecret(path); got != want || err != nil {
+			t.Errorf("it holds %q, %v", got, err)
+		}
 	}
+	if err := keepSecret(path, secret); err != nil { // makes the directory, too
+		t.Fatal(err)
+	}
+	holds(secret)
 	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
@@ -24,28 +31,38 @@ func TestKeptSecret(t *testing.T) {
 	if err := os.Chtimes(dir, long, long); err != nil {
 		t.Fatal(err)
 	}
-	if again, err := keptSecret(path); again != secret || err != nil {
-		t.Errorf("then %q, %v", again, err)
+	if err := keepSecret(path, secret); err != nil {
+		t.Error(err)
 	}
+	holds(secret)
 	if info, err := os.Stat(dir); err != nil || !info.ModTime().Equal(long) {
 		t.Errorf("the directory was written to: %v", err)
 	}
 
 	// Of two processes that make one, both have what stays.
-	if err := makeSecret(path); err != nil {
+	if err := makeSecret(path, other); err != nil {
 		t.Error(err)
 	}
-	if again, err := keptSecret(path); again != secret || err != nil {
-		t.Errorf("after another one was made: %q, %v", again, err)
+	holds(secret)
+	if err := keepSecret(path, other); err == nil || !strings.Contains(err.Error(), "holds another seed") {
+		t.Errorf("another one: %v", err)
 	}
+	holds(secret)
 
+	if err := os.RemoveAll(dir); err != nil { // while Caddy runs
+		t.Fatal(err)
+	}
+	if err := keepSecret(path, secret); err != nil {
+		t.Error(err)
+	}
+	holds(secret)
 	if err := os.WriteFile(path, []byte("x\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := keptSecret(path); err == nil || !strings.Contains(err.Error(), "is damaged: remove it") {
+	if err := keepSecret(path, secret); err == nil || !strings.Contains(err.Error(), "is damaged: remove it") {
 		t.Errorf("damaged: %v", err)
 	}
-	if _, err := keptSecret(filepath.Join(path, "seed")); err == nil {
+	if err := keepSecret(filepath.Join(path, "seed"), secret); err == nil {
 		t.Error("made below a file")
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"sync"
@@ -370,26 +371,28 @@ func (k *keeper) write() {
 		return
 	}
 	began := time.Now()
-	indexes := make(map[string]*affinity.Index)
 	k.mu.Lock()
-	for key, own := range k.indexes {
-		if seed := own.seed(); seed.lasts {
-			indexes[fingerprint(key, seed.start)] = own.index
-		}
-		if own.users == 0 {
-			delete(k.indexes, key)
-		}
-	}
+	all := maps.Clone(k.indexes)
+	maps.DeleteFunc(k.indexes, func(_ indexKey, own *kept) bool { return own.users == 0 })
 	k.mu.Unlock()
+	indexes := make(map[string]*affinity.Index)
+	for key, own := range all {
+		seed := own.seed()
+		if err := seed.keep(); err != nil { // nobody could use it
+			k.failed(err)
+			continue
+		}
+		indexes[fingerprint(key, seed.start)] = own.index
+	}
 	if len(indexes) == 0 {
-		return // nobody could use it, and the file there is may be of use again
+		return // the file there is may be of use again
 	}
 	size, err := k.replace(began, indexes)
 	if err != nil {
 		k.failed(err)
 		return
 	}
-	k.failing = false
+	k.failing = len(indexes) < len(all)
 	if c := k.log().Check(zap.DebugLevel, "wrote what was learned"); c != nil {
 		c.Write(zap.String("file", k.path), zap.Int64("bytes", size), zap.Duration("took", time.Since(began)))
 	}
@@ -399,6 +402,9 @@ func (k *keeper) write() {
 func (k *keeper) replace(now time.Time, indexes map[string]*affinity.Index) (size int64, err error) {
 	notes, err := json.Marshal(snapshotNotes{Drains: k.drained.all()})
 	if err != nil {
+		return 0, err
+	}
+	if err := os.MkdirAll(filepath.Dir(k.path), 0o700); err != nil { // somebody may have deleted it
 		return 0, err
 	}
 	tmp := k.path + ".tmp"

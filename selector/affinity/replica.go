@@ -40,7 +40,6 @@ type Replica struct {
 // ReplicaState is what is known of a replica.
 type ReplicaState struct {
 	Address              string
-	Candidate            bool    // it was one of a request of this process
 	InFlight             int     // requests sent and not ended
 	Waiting              int     // those without output yet
 	PendingPrefillTokens float64 // uncached tokens of these
@@ -64,7 +63,6 @@ func (r *Replica) Snapshot(now time.Time) ReplicaState {
 	s.InFlight, s.Waiting, s.PromptTokens, s.QueueDepth = l.inFlight, l.waiting, l.prompt, l.depth
 	s.TokensPerSecond, s.SpeedMeasurements = speedDefault, l.speed.count
 	if g := r.group.Load(); g != nil {
-		s.Candidate = true
 		s.TokensPerSecond = g.rate() * l.pace(g, now)
 		if g.speed.count < speedCounts && g.fit.rate > 0 {
 			s.SpeedMeasurements = l.due.count
