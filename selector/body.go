@@ -33,8 +33,14 @@ type held struct {
 // whole reports whether the entire body is held.
 func (h *held) whole() bool { return h.err == io.EOF }
 
-// empty reports whether the body had nothing in it.
-func (h *held) empty() bool { return h.whole() && len(h.bytes) == 0 }
+// size is how much is held. It may be asked while others let go.
+func (h *held) size() int {
+	if !h.retain() {
+		return 0
+	}
+	defer h.release()
+	return len(h.bytes)
+}
 
 // nothing reports whether nothing could be read: somebody else has.
 func (h *held) nothing() bool { return h.err != nil && len(h.bytes) == 0 }

@@ -111,7 +111,7 @@ func (t *trail) bodyHolder() *request {
 		return nil
 	}
 	b := t.newest
-	for b != nil && (b.content == nil || b.held == nil || !b.held.whole() || b.held.empty()) {
+	for b != nil && (b.content == nil || b.held == nil || !b.held.whole() || b.held.size() == 0) {
 		b = b.before
 	}
 	return b
@@ -232,7 +232,7 @@ func (q *request) resume() io.ReadCloser {
 		if b.content == nil {
 			continue
 		}
-		rest := b.r.ContentLength - int64(len(b.held.bytes)) // as request_buffers counts
+		rest := b.r.ContentLength - int64(b.held.size()) // as request_buffers counts
 		if r.ContentLength != b.r.ContentLength && (b.r.ContentLength < 0 || r.ContentLength != rest) {
 			continue // it is another body, as request_body may set
 		}
