@@ -475,10 +475,12 @@ func TestNoPartOfABodyPassesForAll(t *testing.T) {
 		set         string // what the route makes of the body
 		whole       bool   // it must arrive
 		known       bool   // its length is
+		none        bool   // the route makes it none
 	}{
 		{name: "next/another policy", route: "reverse_proxy BACKUP", known: true},
 		{name: "next/no prompt by its type", route: "request_header Content-Type application/octet-stream\nreverse_proxy BACKUP {\nPOLICY\n}", whole: true},
 		{name: "next/no prompt by its method", route: "reverse_proxy BACKUP {\nPOLICY\nmethod DELETE\n}", whole: true},
+		{name: "next/no body by its method", route: "reverse_proxy BACKUP {\nPOLICY\nmethod GET\n}", none: true, whole: true},
 		{name: "next/body replaced", route: "request_body {\nset NEW\n}\nreverse_proxy BACKUP {\nPOLICY\n}", set: "NEW", whole: true},
 		{name: "next/this policy", route: "reverse_proxy BACKUP {\nPOLICY\n}", whole: true},
 	} {
@@ -501,7 +503,7 @@ func TestNoPartOfABodyPassesForAll(t *testing.T) {
 					}
 					res.Body.Close()
 					want := body
-					if test.set != "" {
+					if test.set != "" || test.none {
 						want = test.set
 					}
 					got, errs := backup.take()

@@ -126,7 +126,7 @@ func (p *Policy) newRequest(vars map[string]any, t *trail, r *http.Request) *req
 		// request_buffers finds nothing left to read, and takes that for no body.
 		cause, r.Body, r.ContentLength = keyed, http.NoBody, before.r.ContentLength
 	}
-	if cause == keyed || cause != causeEmpty && before != nil {
+	if cause == keyed || before != nil && r.Body != nil {
 		both := new(struct { // one allocation
 			request
 			own content
