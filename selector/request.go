@@ -184,7 +184,10 @@ func (q *request) readBody(wanted func([]byte) bool) {
 	body := q.resume()
 	q.held = &q.mine
 	q.held.read(body, q.r.ContentLength, q.policy.config.MaxBody, wanted)
-	if before := q.trail.bodyHolder(); before != nil && q.held.nothing() && q.r.ContentLength != 0 && before.held.retain() {
+	if !q.held.nothing() || q.r.ContentLength == 0 {
+		return
+	}
+	if before := q.trail.bodyHolder(); before != nil && before.held.retain() {
 		q.held.release()
 		q.held = before.held
 	}

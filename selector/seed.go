@@ -37,12 +37,7 @@ func configuredSeed(secret string) seed { return seedOf(secret, func() error { r
 // restarts and can't be computed outside.
 var ownSeed = sync.OnceValue(func() seed {
 	path := filepath.Join(caddy.AppDataDir(), "prefix_affinity", "seed")
-	secret, err := readSecret(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		if err = makeSecret(path, rand.Text()); err == nil {
-			secret, err = readSecret(path)
-		}
-	}
+	secret, err := openSecret(path, rand.Text())
 	if err != nil {
 		caddy.Log().Named("prefix_affinity").Warn("seed can't be kept: as long as it can't, a restart forgets what is learned", zap.Error(err))
 		secret = rand.Text()
@@ -53,16 +48,23 @@ var ownSeed = sync.OnceValue(func() seed {
 // keepSecret sees to it that a file holds the secret: it may have been deleted, or
 // there was no room for it.
 func keepSecret(path, secret string) error {
-	kept, err := readSecret(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		if err = makeSecret(path, secret); err == nil {
-			kept, err = readSecret(path)
-		}
-	}
+	kept, err := openSecret(path, secret)
 	if err == nil && kept != secret {
 		err = fmt.Errorf("seed file '%s' holds another seed than this process has", path)
 	}
 	return err
+}
+
+// openSecret reads the secret in a file, which it makes of fresh where there is none.
+func openSecret(path, fresh string) (string, error) {
+	secret, err := readSecret(path)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return secret, err
+	}
+	if err := makeSecret(path, fresh); err != nil {
+		return "", err
+	}
+	return readSecret(path)
 }
 
 func readSecret(path string) (string, error) {
